@@ -474,26 +474,48 @@ struct Product {
 
   // Adds the warps' sums and gives each row's to the block that owns it.
   LOWLAT_DEVICE static void hand_over(Shared& shared, int num_rows) {
-    if constexpr (kBlocks > 1) sm90::cluster_wait();  // the others run, see load()
-    const int block_idx = kBlocks > 1 ? sm90::cluster_rank() : 0;
-#pragma unroll 1
-    for (int i = plat::thread_idx(); i < kRows * kTokens; i += kProductThreads) {
-      const int token = i % kTileTokens + i / (kRows * kTileTokens) * kTileTokens;
-      const int row = i / kTileTokens % kRows;
-      if (token >= num_rows) continue;
-      const float total = sum_of_warps<kSteps, kProductWarps>(shared.memory + row * kPitch, token);
-      float* to = &shared.owned[block_idx][token][row % kOwned];
-      if constexpr (kBlocks > 1) {
-        sm90::send_to_peer(sm90::peer_address(to, row / kOwned), total,
-                           sm90::peer_address(&shared.owned_barrier, row / kOwned));
-      } else {
-        *to = total;
-      }
-    }
     if constexpr (kBlocks > 1) {
+      sm90::cluster_wait();  // the others run, see load()
+      send_quads(shared, num_rows);
       if (owns()) wait_for_cluster(&shared.owned_barrier, 0);
     } else {
+#pragma unroll 1
+      for (int i = plat::thread_idx(); i < kRows * kTileTokens; i += kProductThreads) {
+        const int token = i % kTileTokens, row = i / kTileTokens;
+        if (token >= num_rows) continue;
+        shared.owned[0][token][row % kOwned] =
+            sum_of_warps<kSteps, kProductWarps>(shared.memory + row * kPitch, token);
+      }
       plat::block_sync();
+    }
+  }
+  // Four rows of a token at once: what a block receives is counted by accesses.
+  LOWLAT_DEVICE static void send_quads(Shared& shared, int num_rows) {
+    static_assert(kTiles == 1 && kOwned % 4 == 0 && kPitch % 128 == 32);
+    const int block_idx = sm90::cluster_rank();
+#pragma unroll 1
+    for (int i = plat::thread_idx(); i < kRows / 4 * kTileTokens; i += kProductThreads) {
+      const int token = i % kTileTokens, quad = i / kTileTokens;
+      if (token >= num_rows) continue;
+      // Neighbours begin with another row of theirs, in other banks.
+      std::uint32_t v[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int row = 4 * quad + (j + quad) % 4;
+        v[j] = plat::float_bits(
+            sum_of_warps<kSteps, kProductWarps>(shared.memory + row * kPitch, token));
+      }
+      const auto turned = [&](int by) {
+        const std::uint32_t old[4] = {v[0], v[1], v[2], v[3]};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) v[j] = (quad & by) != 0 ? old[(j + 4 - by) % 4] : old[j];
+      };
+      turned(1);
+      turned(2);
+      const int row = 4 * quad, owner = row / kOwned;
+      float* const to = &shared.owned[block_idx][token][row % kOwned];
+      sm90::send_to_peer(sm90::peer_address(to, owner), make_uint4(v[0], v[1], v[2], v[3]),
+                         sm90::peer_address(&shared.owned_barrier, owner));
     }
   }
 
