@@ -29,6 +29,9 @@ struct CompressParams {
   Bf16Rows matrices[kCompressMatrices];
   // Of these rows the launch takes so many, from first_row on, both multiples of 16; 0: all.
   int first_row, some_rows;
+  // Up to kHopRows rows: so many tiles of 16 of them a block, one after the other, so that all
+  // blocks begin at once where there are many; 0: one.
+  int turns;
   float* partial;  // [2, T, all rows of the matrices]
   // Rows of the pending halves of pairs, fp32 [kv 512 | score 512]: `ring`, at least tokens + 1,
   // for each request's state slot. Ratio 2 only.
@@ -106,10 +109,10 @@ constexpr int compress_rows(const CompressParams& params) {
 // Blocks that open product_done and done.
 constexpr std::uint32_t compress_product_blocks(const CompressParams& params) {
   const int rows = compress_rows(params);
-  return static_cast<std::uint32_t>(compress_is_wide(params)
-                                        ? (rows + kCompressWideRows - 1) / kCompressWideRows * 4 *
-                                              kCompressSplits
-                                        : rows / 16 * kCompressSplits);
+  return static_cast<std::uint32_t>(
+      compress_is_wide(params)
+          ? (rows + kCompressWideRows - 1) / kCompressWideRows * 4 * kCompressSplits
+          : rows / 16 * kCompressSplits / (params.turns > 1 ? params.turns : 1));
 }
 // Of one row's entry or index key. Many rows of ratio 4 take a block each.
 constexpr int compress_pool_cluster(int num_rows, int ratio) {

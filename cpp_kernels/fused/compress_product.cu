@@ -7,9 +7,11 @@
 // Rounding     none; sums fp32
 // Bytes        10.5 MB at ratio 2; x from the second-level cache
 // Floor        2.3 us at 4.65 TB/s
-// Launch       16 weight rows and half of K a block, 256 threads; of more than eight rows 64 and an
-//              eighth, four blocks of a half a cluster, so that x is read a quarter as often. All
-//              weights are asked for before x is waited for
+// Launch       16 weight rows and half of K a block, 256 threads, or several such tiles one after
+//              the other (CompressParams::turns), a warp's part of the next on its way when it has
+//              used up its own; of more than eight rows 64 and an eighth, four blocks of a half a
+//              cluster, so that x is read a quarter as often. The first weights are asked for
+//              before x is waited for
 // Ordering     gates (exchange_gate.cuh) or kernels' ends
 // Determinism  fixed order: step, warp, block, part; a block's first step is of its number; bitwise
 //              run to run and rank to rank
@@ -36,7 +38,7 @@ struct BfShared {
   static_assert(2 * kK % 128 == 0 && kK % (kStep * kProductWarps) == 0);
   alignas(128) unsigned char weights[kRows * kPitch];
   float sum[kProductWarps][kTokens][kSumPitch];
-  std::uint64_t barrier;
+  std::uint64_t barrier[kProductWarps];  // of each warp's part of K
 };
 
 LOWLAT_DEVICE const std::uint16_t* find_rows(const CompressParams& params, int row, int hidden) {
@@ -51,7 +53,7 @@ LOWLAT_DEVICE const std::uint16_t* find_rows(const CompressParams& params, int r
 }
 
 template <int kHidden, int kTiles>
-__global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
+__global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
     compress_product_bf16_sm90(const __grid_constant__ CompressParams params) {
   using Shared = BfShared<kHidden, kTiles>;
   constexpr int kSteps = Shared::kK / kStep / kProductWarps;
@@ -63,69 +65,84 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
   const int thread_idx = plat::thread_idx(), num_rows = params.rows.num_rows;
   const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
   const int g = lane_idx / 4, t = lane_idx % 4;
-  const int tile = static_cast<int>(blockIdx.x) / kCompressSplits;
   const int split = static_cast<int>(blockIdx.x) % kCompressSplits;
-  const int first_row = params.first_row + tile * kRows;
-  const std::uint16_t* from = find_rows(params, first_row, kHidden) + split * Shared::kK;
-  if (thread_idx == 0) {
-    sm90::barrier_init(&shared.barrier, 1);
-    sm90::fence_barrier_init();
-    sm90::barrier_arrive_expect(&shared.barrier, kRows * 2 * Shared::kK);
-  }
-  plat::block_sync();
-  if (lane_idx == 0) {
+  const int turns = max(params.turns, 1);
+  const int tiles = static_cast<int>(gridDim.x) / kCompressSplits;  // of a turn
+  const auto first_row_of = [&](int turn) {
+    return params.first_row +
+           (static_cast<int>(blockIdx.x) / kCompressSplits + turn * tiles) * kRows;
+  };
+  constexpr int kWarpK = kSteps * kStep;  // a warp's part of K, which it asks for itself
+  unsigned char* const own = shared.weights + 2 * warp_idx * kWarpK;
+  std::uint64_t* const barrier = &shared.barrier[warp_idx];
+  const auto ask = [&](int turn) {
+    if (lane_idx != 0) return;
+    const std::uint16_t* from =
+        find_rows(params, first_row_of(turn), kHidden) + split * Shared::kK + warp_idx * kWarpK;
+    sm90::barrier_arrive_expect(barrier, kRows * 2 * kWarpK);
 #pragma unroll 1
-    for (int row = warp_idx; row < kRows; row += kProductWarps) {
-      sm90::bulk_load(shared.weights + row * Shared::kPitch, from + row * kHidden, 2 * Shared::kK,
-                      &shared.barrier, sm90::CacheHint::evict_first);
+    for (int row = 0; row < kRows; ++row) {
+      sm90::bulk_load(own + row * Shared::kPitch, from + row * kHidden, 2 * kWarpK, barrier,
+                      sm90::CacheHint::evict_first);
     }
+  };
+  if (lane_idx == 0) {
+    sm90::barrier_init(barrier, 1);
+    sm90::fence_barrier_init();
   }
+  ask(0);
   __syncwarp();
   stamps.mark(StampStage::ask);
   wait_at(params.x_done);
   stamps.mark(StampStage::wait);
-  const int first_k = warp_idx * kSteps * kStep + 8 * t;
+  const int first_k = warp_idx * kWarpK + 8 * t;
   const unsigned char* row = shared.weights + g * Shared::kPitch + 2 * first_k;
-#pragma unroll 1
-  for (int n = 0; n * kTileTokens < num_rows; ++n) {
-    const int token = n * kTileTokens + g;
-    uint4 b[kSteps];
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      b[step] = token < num_rows ? __ldcg(reinterpret_cast<const uint4*>(
-                                       params.x + static_cast<std::int64_t>(token) * kHidden +
-                                       split * Shared::kK + first_k + step * kStep))
-                                 : make_uint4(0u, 0u, 0u, 0u);
-    }
-    if (n == 0) wait_for_weights(&shared.barrier, 0);
-    float sum[4] = {};
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const uint4 low = *reinterpret_cast<const uint4*>(row + 2 * step * kStep);
-      const uint4 high =
-          *reinterpret_cast<const uint4*>(row + 8 * Shared::kPitch + 2 * step * kStep);
-      const std::uint32_t a[2][4] = {{low.x, high.x, low.y, high.y},
-                                     {low.z, high.z, low.w, high.w}};
-      const std::uint32_t b_low[2] = {b[step].x, b[step].y}, b_high[2] = {b[step].z, b[step].w};
-      sm90::mma_bf16(sum, a[0], b_low);
-      sm90::mma_bf16(sum, a[1], b_high);
-    }
-    float* to = &shared.sum[warp_idx][n * kTileTokens + 2 * t][g];
-    to[0] = sum[0];
-    to[kSumPitch] = sum[1];
-    to[8] = sum[2];
-    to[kSumPitch + 8] = sum[3];
-  }
-  plat::block_sync();
-  stamps.mark(StampStage::compute);
   const int width = compress_width(params);
-  float* out = params.partial + static_cast<std::int64_t>(split) * num_rows * width + first_row;
-  for (int i = thread_idx; i < num_rows * kRows; i += kProductThreads) {
-    const int token = i / kRows, place = i % kRows;
-    float total = 0.0f;
+  float* const out = params.partial + static_cast<std::int64_t>(split) * num_rows * width;
+#pragma unroll 1
+  for (int turn = 0; turn < turns; ++turn) {
+#pragma unroll 1
+    for (int n = 0; n * kTileTokens < num_rows; ++n) {
+      const int token = n * kTileTokens + g;
+      uint4 b[kSteps];
 #pragma unroll
-    for (int warp = 0; warp < kProductWarps; ++warp) total += shared.sum[warp][token][place];
-    out[static_cast<std::int64_t>(token) * width + place] = total;
+      for (int step = 0; step < kSteps; ++step) {
+        b[step] = token < num_rows ? __ldcg(reinterpret_cast<const uint4*>(
+                                         params.x + static_cast<std::int64_t>(token) * kHidden +
+                                         split * Shared::kK + first_k + step * kStep))
+                                   : make_uint4(0u, 0u, 0u, 0u);
+      }
+      if (n == 0) wait_for_weights(barrier, turn % 2);
+      float sum[4] = {};
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const uint4 low = *reinterpret_cast<const uint4*>(row + 2 * step * kStep);
+        const uint4 high =
+            *reinterpret_cast<const uint4*>(row + 8 * Shared::kPitch + 2 * step * kStep);
+        const std::uint32_t a[2][4] = {{low.x, high.x, low.y, high.y},
+                                       {low.z, high.z, low.w, high.w}};
+        const std::uint32_t b_low[2] = {b[step].x, b[step].y}, b_high[2] = {b[step].z, b[step].w};
+        sm90::mma_bf16(sum, a[0], b_low);
+        sm90::mma_bf16(sum, a[1], b_high);
+      }
+      float* to = &shared.sum[warp_idx][n * kTileTokens + 2 * t][g];
+      to[0] = sum[0];
+      to[kSumPitch] = sum[1];
+      to[8] = sum[2];
+      to[kSumPitch + 8] = sum[3];
+    }
+    __syncwarp();  // the warp has read its weights
+    if (turn + 1 < turns) ask(turn + 1);
+    plat::block_sync();
+    stamps.mark(StampStage::compute);
+    for (int i = thread_idx; i < num_rows * kRows; i += kProductThreads) {
+      const int token = i / kRows, place = i % kRows;
+      float total = 0.0f;
+#pragma unroll
+      for (int warp = 0; warp < kProductWarps; ++warp) total += shared.sum[warp][token][place];
+      out[static_cast<std::int64_t>(token) * width + first_row_of(turn) + place] = total;
+    }
+    plat::block_sync();  // the sums' memory is free
   }
   stamps.mark(StampStage::store);
   open_gate(params.product_done);
@@ -326,6 +343,10 @@ cudaError_t launch_compress_product(const CompressParams& params, int hidden, bo
   if (width == 0 || params.first_row % kRows != 0 || params.some_rows % kRows != 0 ||
       params.first_row < 0 || params.some_rows < 0 ||
       params.first_row + (params.some_rows > 0 ? params.some_rows : width) > width) {
+    return cudaErrorInvalidValue;
+  }
+  if (params.turns > 1 &&
+      (params.rows.num_rows > kHopRows || compress_rows(params) / kRows % params.turns != 0)) {
     return cudaErrorInvalidValue;
   }
   if (hidden == 5120) return launch<5120>(params, programmatic, stream);

@@ -42,6 +42,8 @@ cudaError_t launch_pooled_layer(const PooledLayer& layer, const LayerStep& step,
       selects && beside_splits(beside_order(parts.beside_order, step.num_rows, layer.ratio, true));
   if (splits) {
     entry_compress.some_rows = 4 * shape::kHeadDim;
+    // All of its blocks begin at once, so that what follows is launched before it has ended.
+    if (step.num_rows <= kHopRows) entry_compress.turns = 2;
     entry_compress.product_done = gate(gate_entries, compress_product_blocks(entry_compress));
     compress.first_row = entry_compress.some_rows;
     compress.some_rows = compress_width(compress) - compress.first_row;
