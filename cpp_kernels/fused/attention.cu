@@ -364,7 +364,14 @@ __global__ void __maxnreg__(kHeadTiles == 1 ? 128 : 160)
     plat::block_sync();
     take_query();
   }
-  if (selects && !by_tags) wait_at(params.selected);
+  if (selects && !by_tags) {
+    if constexpr (kHops) {
+      poll_gates(params.selected, params.rows_done);
+      plat::block_sync();
+    } else {
+      wait_at(params.selected);
+    }
+  }
   if (query_first) stamps.mark(StampStage::ask);
 
   if (thread_idx == 0) {
@@ -765,13 +772,14 @@ cudaError_t launch_sparse_attention(const AttentionParams& params, bool programm
       return once ? launch.template operator()<false, true>()
                   : launch_attention_wide(params, blocks, programmatic, stream);
     }
+    const bool by_tags = params.tagged && once && params.num_extra == kIndexTopk;
     if constexpr (!M::kNormsHeads) {
-      if (params.tagged && once && params.num_extra == kIndexTopk) {
-        return pairs_tiles ? launch.template operator()<true, true, 2, true>()
-                           : launch.template operator()<true, true, 1, true>();
+      if (pairs_tiles) {
+        return by_tags ? launch.template operator()<true, true, 2, true>()
+                       : launch.template operator()<true, true, 2>();
       }
-      if (pairs_tiles) return launch.template operator()<true, true, 2>();
     }
+    if (by_tags) return launch.template operator()<true, true, 1, true>();
     return once ? launch.template operator()<true, true>()
                 : launch.template operator()<true, false>();
   });

@@ -383,10 +383,13 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     if (layer.beside != nullptr) {
       const BesideLayer& beside = *layer.beside;
       attention.selected = beside_done(beside);
-      // V4's entries may be stored after the selection.
-      attention.tagged =
-          beside.index != nullptr && beside.pool == nullptr && beside.index->hop.port != nullptr;
+      attention.tagged = beside.index != nullptr && beside.index->hop.port != nullptr;
       if (beside.keys) attention.rows_done = beside.compress.done;
+      // V4's entries may be stored after the selection.
+      if (beside.index != nullptr && beside.pool != nullptr) {
+        attention.rows_done =
+            (beside.entry_pool != nullptr ? beside.entry_pool : beside.pool)->done;
+      }
     }
     attention.done = gate(gate_attention, attention_blocks(rows, heads));
     beside_before(HopKernel::attention);

@@ -13,6 +13,7 @@ enum BesideGate {
   gate_scores,
   gate_select,
   gate_entries,  // V4 has no n-gram memory
+  gate_entry_pool = kLayerMemory
 };
 static_assert(gate_entries == kLayerExchanged);
 
@@ -78,12 +79,15 @@ cudaError_t launch_pooled_layer(const PooledLayer& layer, const LayerStep& step,
     index.keys_done = pool.done;
     index.query_done = gate(gate_query, kIndexQueryBlocks);
     index.scores_done = gate(gate_scores, kIndexScoreBlocks);
-    index.done = gate(gate_select, index_select_blocks(index) + (splits ? pool_blocks : 0u));
+    // Of many rows one gate is of all that attention waits for.
+    const bool tags = step.num_rows <= kHopRows;
+    index.done =
+        gate(gate_select, index_select_blocks(index) + (splits && !tags ? pool_blocks : 0u));
     beside.index = &index;
     if (splits) {
       entry_pool.part = PoolPart::entries;
       entry_pool.product_done = entry_compress.product_done;
-      entry_pool.done = index.done;
+      entry_pool.done = tags ? gate(gate_entry_pool, pool_blocks) : index.done;
       beside.entry_compress = &entry_compress;
       beside.entry_pool = &entry_pool;
     }
