@@ -11,11 +11,12 @@
 //              the statistics, so that one exchange between blocks serves both
 // Shapes       p_r packets of epoch e · R, R' [T,4,4096] bf16 · fn [24,16384] fp32 · x [T,4096]
 // Rounding     where bf( ) stands, nearest-even; partial sums to 24 bits (exchange.cuh)
-// Bytes        1.57 MB of fn a cluster (L2 but for the first); T = 6, 4 ranks: packets 0.39 MB
+// Bytes        1.57 MB of fn a cluster (L2 but for the first), 0.26 MB where mix_out is not wanted;
+//              T = 6, 4 ranks: packets 0.39 MB
 // Floor        one hop: 1.3 us
 // Launch       a cluster of sixteen blocks (or eight, see Layout) a row, a thread a column, its
-//              part of fn in registers before the packets are there. More rows than clusters that
-//              run at once: exchange_mix_wide.cu
+//              part of fn in registers and shared memory before the packets are there. More rows
+//              than clusters that run at once: exchange_mix_wide.cu
 // Ordering     packets: exchange.cuh. Inside a cluster: each block stores its sums into every
 //              block, and counts on that block's barrier
 // Determinism  fixed summation tree; bitwise equal run to run and rank to rank
@@ -37,17 +38,22 @@ namespace {
 
 using namespace mixing;
 
-// What a cluster of so many blocks has. A block of the big one has room beside a product that
-// publishes, whose end it waits for; its registers hold its part of fn. The small one finds its
-// places before all of the experts' blocks, beside which nothing has room, have ended; a third of
-// its part of fn lies in shared memory.
-template <int kCluster_>
+// What a cluster of so many blocks has. A block of the big one has room beside two of a product
+// that publishes, or one of that before it: it is there before the last of these have begun. The
+// small one finds its places before all of the experts' blocks, beside which nothing has room, have
+// ended. What registers do not hold of a block's part of fn lies in shared memory. kDots: outputs,
+// 24 or the four of `pre`.
+template <int kCluster_, int kDots_>
 struct Layout {
-  static constexpr int kCluster = kCluster_;
+  static constexpr int kCluster = kCluster_, kDots = kDots_;
+  // Sums of a row: the dot products, then the products of streams.
+  static constexpr int kSums = kDots + kStreams + 6, kSumPitch = (kSums + 3) / 4 * 4;
   static constexpr int kThreads = kHidden / kCluster, kWarps = kThreads / plat::kWarpLanes;
-  static constexpr int kMaxRegisters = kCluster == kMixCluster ? 168 : 128;
-  static constexpr int kKept = kCluster == kMixCluster ? kOutputs : 16;  // outputs in registers
-  static constexpr int kSharedOutputs = kOutputs - kKept;
+  static constexpr int kMaxRegisters = kCluster == kMixCluster ? 96 : 128;
+  static constexpr int kKept = kDots < kOutputs          ? kDots  // outputs in registers
+                               : kCluster == kMixCluster ? 12
+                                                         : 16;
+  static constexpr int kSharedOutputs = kDots - kKept;
   static constexpr int kSharedFnBytes = kSharedOutputs * kStreams * kThreads * 4;
   static_assert(kThreads % kGroup == 0);
 };
@@ -56,6 +62,7 @@ struct Layout {
 template <class L>
 struct alignas(128) Shared {
   static constexpr int kCluster = L::kCluster, kThreads = L::kThreads, kWarps = L::kWarps;
+  static constexpr int kSumPitch = L::kSumPitch;
   alignas(16) float of_warp[kWarps][kSumPitch];
   alignas(16) float of_block[kCluster][kSumPitch];  // written by each block of the cluster
   std::uint64_t barrier;                            // of these
@@ -67,8 +74,8 @@ struct alignas(128) Shared {
 };
 
 // v[i] summed over the lanes, in v[0] of lane i: each exchange halves the values that a lane holds.
-template <int kHalf = plat::kWarpLanes / 2>
-LOWLAT_DEVICE void sum_over_lanes(float (&v)[plat::kWarpLanes], int lane_idx) {
+template <int kHalf, int kCount>
+LOWLAT_DEVICE void sum_over_lanes(float (&v)[kCount], int lane_idx) {
   const bool upper = (lane_idx & kHalf) != 0;
 #pragma unroll
   for (int i = 0; i < kHalf; ++i) {
@@ -77,6 +84,13 @@ LOWLAT_DEVICE void sum_over_lanes(float (&v)[plat::kWarpLanes], int lane_idx) {
     v[i] = keep + __shfl_xor_sync(plat::kAllLanes, send, kHalf);
   }
   if constexpr (kHalf > 1) sum_over_lanes<kHalf / 2>(v, lane_idx);
+}
+// Of lanes i and i + 16 where there are sixteen.
+template <int kCount>
+LOWLAT_DEVICE void sum_over_lanes(float (&v)[kCount], int lane_idx) {
+  static_assert(kCount == plat::kWarpLanes || kCount == plat::kWarpLanes / 2);
+  sum_over_lanes<kCount / 2>(v, lane_idx);
+  if constexpr (kCount < plat::kWarpLanes) v[0] += __shfl_xor_sync(plat::kAllLanes, v[0], kCount);
 }
 
 LOWLAT_DEVICE float bf16_at(const std::uint16_t* from) {
@@ -94,7 +108,8 @@ template <int kRanks, class L>
 __global__ void __maxnreg__(L::kMaxRegisters)
     hc_exchange_mix_sm90(const __grid_constant__ ExchangeMixParams params) {
   constexpr int kThreads = L::kThreads, kWarps = L::kWarps, kKept = L::kKept;
-  constexpr int kShared = L::kSharedOutputs;
+  constexpr int kShared = L::kSharedOutputs, kDots = L::kDots, kSumPitch = L::kSumPitch;
+  constexpr bool kMixes = kDots == kOutputs;
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<Shared<L>*>(memory);
   [[maybe_unused]] auto* const shared_fn = reinterpret_cast<float*>(memory + sizeof shared);
@@ -105,7 +120,7 @@ __global__ void __maxnreg__(L::kMaxRegisters)
   const int block_idx = sm90::cluster_rank();
   const int row_idx = static_cast<int>(blockIdx.y);
   const int column = block_idx * kThreads + thread_idx;
-  if (thread_idx == 0) {
+  if (thread_idx == kThreads - plat::kWarpLanes) {  // of a warp that asks no gate
     sm90::barrier_init(&shared.barrier, 1);
     sm90::barrier_init(&shared.fn_barrier, 1);
     sm90::fence_barrier_init();
@@ -191,7 +206,9 @@ __global__ void __maxnreg__(L::kMaxRegisters)
   }
 
   {
-    float v[plat::kWarpLanes];
+    // Those that a warp's exchange of values takes; the last of many are summed by themselves.
+    constexpr int kTogether = kMixes ? plat::kWarpLanes : plat::kWarpLanes / 2;
+    float v[kTogether] = {};
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
       v[i] = fn[i][0] * r[0];
@@ -209,20 +226,29 @@ __global__ void __maxnreg__(L::kMaxRegisters)
         for (int k = 1; k < kStreams; ++k) to = plat::fma(from[k * kThreads], r[k], to);
       }
     }
+    constexpr int kCross = kDots + kStreams;
 #pragma unroll
-    for (int k = 0; k < kStreams; ++k) v[kOwnProducts + k] = r[k] * r[k];
-    v[kCrossProducts] = r[0] * r[1];
-    v[kCrossProducts + 1] = r[0] * r[2];
-    v[kCrossProducts + 2] = r[0] * r[3];
-    v[kCrossProducts + 3] = r[1] * r[2];
-    static_assert(kCrossProducts + 4 == plat::kWarpLanes);
-    const float last[2] = {plat::warp_sum(r[1] * r[3]), plat::warp_sum(r[2] * r[3])};
-    sum_over_lanes(v, lane_idx);
-    shared.of_warp[warp_idx][lane_idx] = v[0];
-    if (lane_idx < kSumPitch - plat::kWarpLanes) {
-      shared.of_warp[warp_idx][plat::kWarpLanes + lane_idx] = lane_idx == 0   ? last[0]
-                                                              : lane_idx == 1 ? last[1]
-                                                                              : 0.0f;
+    for (int k = 0; k < kStreams; ++k) v[kDots + k] = r[k] * r[k];
+    v[kCross] = r[0] * r[1];
+    v[kCross + 1] = r[0] * r[2];
+    v[kCross + 2] = r[0] * r[3];
+    v[kCross + 3] = r[1] * r[2];
+    if constexpr (kMixes) {
+      static_assert(kCross + 4 == kTogether);
+      const float last[2] = {plat::warp_sum(r[1] * r[3]), plat::warp_sum(r[2] * r[3])};
+      sum_over_lanes(v, lane_idx);
+      shared.of_warp[warp_idx][lane_idx] = v[0];
+      if (lane_idx < kSumPitch - kTogether) {
+        shared.of_warp[warp_idx][kTogether + lane_idx] = lane_idx == 0   ? last[0]
+                                                         : lane_idx == 1 ? last[1]
+                                                                         : 0.0f;
+      }
+    } else {
+      static_assert(kCross + 6 <= kTogether && kSumPitch == kTogether);
+      v[kCross + 4] = r[1] * r[3];
+      v[kCross + 5] = r[2] * r[3];
+      sum_over_lanes(v, lane_idx);
+      if (lane_idx < kSumPitch) shared.of_warp[warp_idx][lane_idx] = v[0];
     }
   }
   plat::block_sync();
@@ -245,10 +271,11 @@ __global__ void __maxnreg__(L::kMaxRegisters)
   float total = 0.0f, cross = 0.0f;
 #pragma unroll
   for (int i = 0; i < L::kCluster; ++i) {
-    total += shared.of_block[i][lane_idx];
-    cross += shared.of_block[i][plat::kWarpLanes + lane_idx % 4];
+    total += shared.of_block[i][kMixes ? lane_idx : lane_idx % kSumPitch];
+    if constexpr (kMixes) cross += shared.of_block[i][plat::kWarpLanes + lane_idx % 4];
   }
-  auto [pre, scale, logit] = row_numbers(total, cross, of_logit, params.norm_eps, params.hc_eps);
+  auto [pre, scale, logit] =
+      row_numbers<kDots>(total, cross, of_logit, params.norm_eps, params.hc_eps);
   if (aborted != 0u) {
     scale = plat::bits_float(0x7fc0'0000u);
 #pragma unroll
@@ -264,7 +291,7 @@ __global__ void __maxnreg__(L::kMaxRegisters)
       static_cast<std::uint16_t>(plat::float_bits(v) >> 16);
   const float warp_amax = plat::warp_max(plat::abs(v));
   if (lane_idx == 0) shared.amax[warp_idx] = warp_amax;
-  if (warp_idx == 0 && lane_idx < kOutputs) shared.logit[lane_idx] = logit;
+  if (kMixes && warp_idx == 0 && lane_idx < kOutputs) shared.logit[lane_idx] = logit;
   plat::block_sync();
   stamps.mark(StampStage::sum);
   if (params.x_packets != nullptr || params.x_codes != nullptr) {
@@ -296,9 +323,9 @@ __global__ void __maxnreg__(L::kMaxRegisters)
   stamps.mark(StampStage::store);
   open_gate(params.done, kMixCluster / L::kCluster);
   if (params.later_fn != nullptr) {
-    ask_for_later(params.later_fn, row_idx * kHidden + column, params.num_rows * kHidden);
+    ask_for_later<kStreams>(params.later_fn, row_idx * kHidden + column, params.num_rows * kHidden);
   }
-  if (block_idx != 0) return;
+  if (!kMixes || block_idx != 0) return;
   if (warp_idx == 0) {
     store_mix(params.mix_out + row_idx * kMixStride, shared.logit, params.hc_eps,
               params.sinkhorn_iters);
@@ -312,12 +339,19 @@ cudaError_t launch_exchange_mix(const ExchangeMixParams& params, bool programmat
                                 cudaStream_t stream) {
   if (params.num_rows < 1 || params.num_rows > kMaxFusedRows) return cudaErrorInvalidValue;
   const int clusters = static_cast<int>(exchange_mix_clusters(params));
-  if (params.num_rows > clusters) return launch_exchange_mix_wide(params, programmatic, stream);
+  if (params.num_rows > clusters) {
+    if (params.mix_out == nullptr) return cudaErrorInvalidValue;
+    return launch_exchange_mix_wide(params, programmatic, stream);
+  }
   return with_cluster(params, [&]<int kRanks, int kCluster>() {
-    using L = Layout<kCluster>;
-    return launch_kernel(hc_exchange_mix_sm90<kRanks, L>, dim3(kCluster, clusters), L::kThreads,
-                         sizeof(Shared<L>) + L::kSharedFnBytes, kCluster, programmatic, stream,
-                         params);
+    const auto launch = [&]<int kDots>() {
+      using L = Layout<kCluster, kDots>;
+      return launch_kernel(hc_exchange_mix_sm90<kRanks, L>, dim3(kCluster, clusters), L::kThreads,
+                           sizeof(Shared<L>) + L::kSharedFnBytes, kCluster, programmatic, stream,
+                           params);
+    };
+    return params.mix_out == nullptr ? launch.template operator()<kStreams>()
+                                     : launch.template operator()<kOutputs>();
   });
 }
 

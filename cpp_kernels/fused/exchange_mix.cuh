@@ -40,14 +40,20 @@ LOWLAT_DEVICE LogitScale logit_scale(const HyperWeights& weights, int lane_idx) 
 struct RowNumbers {
   float pre[kStreams], scale, logit;
 };
-// total: a lane's sum of all blocks; cross: of lane i the sum 32 + i % 4. Whole warps call.
+// total: a lane's sum of all blocks; cross: of lane i the sum 32 + i % 4. The products of streams
+// follow kDots dot products. Whole warps call.
+template <int kDots = kOutputs>
 LOWLAT_DEVICE RowNumbers row_numbers(float total, float cross, const LogitScale& of_logit,
                                      float norm_eps, float hc_eps) {
   RowNumbers out;
   const auto of_lane = [](float v, int lane) { return __shfl_sync(plat::kAllLanes, v, lane); };
+  const auto product = [&](int i) {
+    const int at = kDots + i;
+    return at < plat::kWarpLanes ? of_lane(total, at) : of_lane(cross, at - plat::kWarpLanes);
+  };
   float own[kStreams];
 #pragma unroll
-  for (int k = 0; k < kStreams; ++k) own[k] = of_lane(total, kOwnProducts + k);
+  for (int k = 0; k < kStreams; ++k) own[k] = product(k);
   const float squares = (own[0] + own[1]) + (own[2] + own[3]);
   out.logit = total * plat::rsqrt(squares / static_cast<float>(kStreams * kHidden) + norm_eps) *
                   of_logit.scale +
@@ -59,20 +65,21 @@ LOWLAT_DEVICE RowNumbers row_numbers(float total, float cross, const LogitScale&
   float v_squares = 0.0f;
 #pragma unroll
   for (int k = 0; k < kStreams; ++k) v_squares = plat::fma(pre[k] * pre[k], own[k], v_squares);
-  v_squares = plat::fma(2.0f * pre[0] * pre[1], of_lane(total, kCrossProducts), v_squares);
-  v_squares = plat::fma(2.0f * pre[0] * pre[2], of_lane(total, kCrossProducts + 1), v_squares);
-  v_squares = plat::fma(2.0f * pre[0] * pre[3], of_lane(total, kCrossProducts + 2), v_squares);
-  v_squares = plat::fma(2.0f * pre[1] * pre[2], of_lane(total, kCrossProducts + 3), v_squares);
-  v_squares = plat::fma(2.0f * pre[1] * pre[3], of_lane(cross, 0), v_squares);
-  v_squares = plat::fma(2.0f * pre[2] * pre[3], of_lane(cross, 1), v_squares);
+  v_squares = plat::fma(2.0f * pre[0] * pre[1], product(kStreams), v_squares);
+  v_squares = plat::fma(2.0f * pre[0] * pre[2], product(kStreams + 1), v_squares);
+  v_squares = plat::fma(2.0f * pre[0] * pre[3], product(kStreams + 2), v_squares);
+  v_squares = plat::fma(2.0f * pre[1] * pre[2], product(kStreams + 3), v_squares);
+  v_squares = plat::fma(2.0f * pre[1] * pre[3], product(kStreams + 4), v_squares);
+  v_squares = plat::fma(2.0f * pre[2] * pre[3], product(kStreams + 5), v_squares);
   out.scale = quick_rsqrt(plat::max(v_squares, 0.0f) / static_cast<float>(kHidden) + norm_eps);
   return out;
 }
 
-// Asks for fn of a later exchange on its way to the second-level cache: thread `first` of
-// num_threads of all that call.
+// Asks for so many outputs of fn of a later exchange on their way to the second-level cache: thread
+// `first` of num_threads of all that call.
+template <int kDots = kOutputs>
 LOWLAT_DEVICE void ask_for_later(const float* later_fn, int first, int num_threads) {
-  constexpr int kLine = 128 / sizeof(float), kLines = kOutputs * kStreams * kHidden / kLine;
+  constexpr int kLine = 128 / sizeof(float), kLines = kDots * kStreams * kHidden / kLine;
   for (int line = first; line < kLines; line += num_threads) {
     asm volatile(
         "prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(later_fn + line * kLine)));

@@ -38,8 +38,10 @@ struct ExchangeMixParams {
   int sinkhorn_iters;
   // Out.
   std::uint16_t* residual_out;  // bf16 [T, 4, H], not residual_in; unused where !receives
-  float* mix_out;               // [T, kMixStride], not mix_in
-  std::uint16_t* x;             // bf16 [T, H]
+  // [T, kMixStride], not mix_in. NULL: not wanted, so that four outputs of fn are read instead of
+  // 24; not of more rows than clusters.
+  float* mix_out;
+  std::uint16_t* x;  // bf16 [T, H]
   // As ExchangeNormParams, in groups of 128; x_packets NULL: not wanted.
   std::uint8_t* x_codes;  // more than kHopRows rows
   float* x_scale;

@@ -25,12 +25,15 @@ enum GateKind {
   gate_ffn_mix,
   gate_done,
   gate_latent = kLayerExchanged + 1,
+  // V4 of few rows, whose first statistics have a kernel of their own.
+  gate_own_mix = kLayerMemory + 1,
+  word_own_ticket,
   // V4, whose exchanges make the statistics: of the step's input, in its first layer.
   gate_input = word_ticket,
   gate_input_mix = word_ffn_ticket
 };
 static_assert(gate_done == kLayerDone && gate_done + 1 == kLayerFreeGate);
-static_assert(gate_latent < kLayerMemory && kLayerMemory < kLayerGates);
+static_assert(gate_latent < kLayerMemory && word_own_ticket < kLayerGates);
 static_assert(static_cast<int>(HopKernel::count) <= kLayerKernels);
 
 // Multiprocessors that the experts leave to the statistics. Measured: two are as good at 6 and 8
@@ -92,6 +95,16 @@ ExchangeMixParams mixing_exchange(const LayerStep& step, int index, const HyperW
   out.x_scale = memory.x_scale;
   out.x_packets = memory.packets.x;
   return out;
+}
+
+// V4 of few rows: post and comb of a layer's first sublayer are made by a kernel of their own,
+// beside attention; its exchanges then need four outputs of fn before x is there, not 24.
+bool has_own_mix(const LayerStep& step) { return step.num_rows <= kHopRows; }
+
+// What an exchange whose parameters nobody reads leaves them to.
+float* unread_mix(const LayerStep& step, const ExchangeMixParams& params) {
+  const bool is_few = static_cast<std::uint32_t>(step.num_rows) <= exchange_mix_clusters(params);
+  return is_few ? nullptr : step.memory.mix_partial[1];
 }
 
 }  // namespace
@@ -195,7 +208,7 @@ cudaError_t launch_layer_input(const LayerStep& step, const HyperWeights& attn_h
   if (sizes_of(step.shape).model != FusedModel::v4) return cudaErrorInvalidValue;
   ExchangeMixParams params = mixing_exchange(step, -1, attn_hc, attn_norm);
   params.residual_in = step.memory.residual[0];
-  params.mix_out = step.memory.mix[0];
+  params.mix_out = has_own_mix(step) ? unread_mix(step, params) : step.memory.mix[0];
   params.done = gate_of(step, 0, gate_input, exchange_mix_blocks(step.num_rows));
   params.mix_done = gate_of(step, 0, gate_input_mix, static_cast<std::uint32_t>(step.num_rows));
   return launch_exchange_mix(params, false, stream);
@@ -211,7 +224,7 @@ cudaError_t launch_layer_embedding(const LayerStep& step, const std::uint16_t* z
   params.mix_in = step.memory.mix[1];
   params.residual_in = zeros;
   params.residual_out = step.memory.residual[0];
-  params.mix_out = step.memory.mix[0];
+  params.mix_out = has_own_mix(step) ? unread_mix(step, params) : step.memory.mix[0];
   params.done = gate_of(step, 0, gate_done, exchange_mix_blocks(step.num_rows));
   params.mix_done = gate_of(step, 0, gate_ffn_mix, static_cast<std::uint32_t>(step.num_rows));
   return launch_exchange_mix(params, false, stream);
@@ -337,14 +350,16 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     front.qkv_done = gate(gate_qkv, front_qkv_blocks(model));
     front.latent_done = gate(gate_latent, static_cast<std::uint32_t>(rows));
     front.done = gate(gate_q, front_q_blocks(heads));
-    const MixParams mix = mixing(0, layer.attn_hc, word_ticket, gate_mix);
+    const bool own_mix = is_v4 && has_own_mix(step);
+    const MixParams mix = own_mix ? mixing(0, layer.attn_hc, word_own_ticket, gate_own_mix)
+                                  : mixing(0, layer.attn_hc, word_ticket, gate_mix);
     mix_done = gate(gate_mix, mix_blocks);
     // The statistics take their place when attention has its own, whose clusters of few rows need
     // sixteen multiprocessors at once. The first layer's first kernel starts when what came before
     // has ended.
     const bool mix_first = !is_v4 && (first || parts.mix_place == MixPlace::first);
     const auto launch_statistics = [&](bool programmatic) {
-      if (is_v4) return;
+      if (is_v4 && !own_mix) return;
       run(HopKernel::mix, [&] {
         const int blocks = parts.mix_blocks > 0 ? parts.mix_blocks : 32;
         return launch_mix(mix, blocks, false, programmatic, stream);
@@ -425,8 +440,9 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
         ExchangeMixParams exchange = mixing_of(0, layer.ffn_hc, layer.ffn_norm);
         if (parts.experts) exchange.later_fn = layer.next_hc.fn;
         exchange.before = before;
-        exchange.mix_before = first ? gate_of(step, 0, gate_input_mix, mix_blocks)
-                                    : gate_of(step, layer_idx - 1, gate_ffn_mix, mix_blocks);
+        exchange.mix_before = own_mix ? mix.done
+                              : first ? gate_of(step, 0, gate_input_mix, mix_blocks)
+                                      : gate_of(step, layer_idx - 1, gate_ffn_mix, mix_blocks);
         exchange.done = done;
         if (layer.beside != nullptr) exchange.x_read = beside_done(*layer.beside);
         exchange.mix_done = parts.experts ? mix_done : gate(gate_ffn_mix, mix_blocks);
@@ -488,6 +504,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     if (is_v4) {
       ExchangeMixParams mix = mixing_of(1, layer.next_hc, layer.next_norm);
       mix.few_blocks = parts.few_exchange_blocks && rows > 1;
+      if (has_own_mix(step)) mix.mix_out = unread_mix(step, mix);
       mix.before = x_ready;
       mix.mix_before = mix_done;
       mix.done = gate(gate_done, exchange_blocks);

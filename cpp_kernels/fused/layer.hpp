@@ -55,7 +55,7 @@ struct PlainLayer {
   RopeFrequencies rope;
   HyperWeights attn_hc, ffn_hc;
   // V4, whose layers combine by statistics that the exchange before makes: attn_hc of the layer
-  // after this one (of the last: any). attn_hc is not read then.
+  // after this one (of the last: any). attn_hc is read of few rows, for post and comb alone.
   HyperWeights next_hc;
   // V4: wo_a takes attention's output as it is, as in a draft's layers and where an engine hands
   // wo_a over in bf16; else quantised.

@@ -144,6 +144,19 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
              act.take_scales(act.x_scale, act.packets.x, kHidden, 8), rows, kHidden);
   expect("x quantised", rows, x_quantized, quantized(x), 0.0);
 
+  if (kIsV4 && rows <= fused::kMaxMixClusters) {
+    // x alone, by other sums; then as it was.
+    for (const bool alone : {true, false}) {
+      fused::ExchangeMixParams params = act.exchange_mix(device, port, 1, 0, true);
+      if (alone) params.mix_out = nullptr;
+      must_run(fused::launch_exchange_mix(params, false, nullptr), "exchange");
+      CHECK(act.residual[1].take() == got_residual);
+      const std::vector<std::uint16_t> again = act.x.take();
+      expect("x alone", rows, values(again), values(want_x), 4e-3);
+      CHECK(alone || again == x);
+    }
+  }
+
   // The front.
   fused::FrontParams front = act.front(device, device_keys);
   if (!kIsV4) must_run(fused::launch_mix(mixing(1), 2, true, false, nullptr), "mix");
