@@ -21,7 +21,7 @@ BesideOrder beside_order(BesideOrder order, int num_rows, int ratio, bool select
   }
   if (!selects) return BesideOrder::q_last;
   if (ratio == shape::kOverlapRatio) {
-    return num_rows > 1 ? BesideOrder::entries_q_end : BesideOrder::keys_q_end;
+    return num_rows > 1 ? BesideOrder::entries_q_last : BesideOrder::entries_query_first;
   }
   return BesideOrder::query_first;
 }

@@ -362,7 +362,9 @@ struct Rank {
   PooledChain chain;
   fused::LayerParts parts;
   Rank(int ratio, int rows, fused::BesideOrder order)
-      : chain(weights().host, weights().v4, 2, ratio, rows / 6, 6, 8186) {
+      : Rank(ratio, rows, rows % 6 == 0 ? 6 : 1, order) {}
+  Rank(int ratio, int rows, int tokens, fused::BesideOrder order)
+      : chain(weights().host, weights().v4, 2, ratio, rows / tokens, tokens, 8186) {
     parts.beside_order = order;
   }
 
@@ -403,6 +405,7 @@ using lowlat::nvidia::fused::BesideOrder;
 
 // Rows, ratio and order of chains.
 constexpr std::tuple<int, int, BesideOrder> kWays[] = {
+    {1, 4, BesideOrder::measured},    {6, 4, BesideOrder::entries_q_end},
     {6, 4, BesideOrder::measured},    {6, 4, BesideOrder::q_last},
     {6, 4, BesideOrder::keys_q_end},  {6, 4, BesideOrder::query_first},
     {6, 128, BesideOrder::measured},  {6, 128, BesideOrder::pool_end},
