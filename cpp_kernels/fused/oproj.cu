@@ -353,16 +353,18 @@ cudaError_t launch_oproj_b(const OprojParams& params, bool programmatic, cudaStr
     using Shape = ShapeB<M, kTiles, kGroups>;
     static_assert((Shape::kTall ? 2 : 1) * (sizeof(typename Shape::Linear::Shared) + 1024) <=
                   228 * 1024);
-    // Of the tall ones of four ranks no two on a multiprocessor, so that the exchange has room on all
-    // of them; of two ranks there are too many.
-    constexpr bool kAlone = Shape::kTall && kGroups == 2;
-    constexpr int kOneAMultiprocessor = 114 * 1024;
-    constexpr int kBytes = sizeof(typename Shape::Linear::Shared);
-    static_assert(!kAlone || kBytes <= kOneAMultiprocessor);
+    // So that the exchange has room on all of them, no two of the tall ones of four ranks are on a
+    // multiprocessor (of two ranks there are too many), and no three of V4's of few rows.
+    constexpr int kOwnBytes = sizeof(typename Shape::Linear::Shared);
+    constexpr bool kFewOfV4 = kTiles == 1 && M::kScaleBlock == 128;
+    constexpr int kBytes = kGroups != 2   ? kOwnBytes
+                           : Shape::kTall ? 114 * 1024
+                           : kFewOfV4     ? 78 * 1024
+                                          : kOwnBytes;
+    static_assert(kOwnBytes <= kBytes);
     return launch_kernel(oproj_b_fp8_sm90<M, kTiles, kGroups>,
-                         dim3(M::kHidden / Shape::kRows * Shape::kBlocks), kProductThreads,
-                         kAlone ? kOneAMultiprocessor : kBytes, Shape::kBlocks, programmatic,
-                         stream, params);
+                         dim3(M::kHidden / Shape::kRows * Shape::kBlocks), kProductThreads, kBytes,
+                         Shape::kBlocks, programmatic, stream, params);
   };
   return with_model(params.model, [&]<class M>() {
     return with_tiles(params.num_rows, [&]<int kTiles>() {
