@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <string>
 #include <vector>
 
 #include "fused/exchange_hop.hpp"
@@ -53,14 +54,20 @@ inline void print_stamps(const std::vector<fused::Stamp>& all, int layer_idx) {
                                 "product", "query",   "scores",     "select"};
   const char* const kStages[] = {"begin", "ask", "wait", "read", "compute", "sum", "store"};
   double start = 1e300;
+  // How the layer before ends comes first.
+  constexpr auto kExperts = static_cast<int>(fused::HopKernel::experts);
+  constexpr int kLast = static_cast<int>(fused::HopKernel::second_exchange) - kExperts + 1;
+  const int num_before = layer_idx > 0 ? kLast : 0;
   for (int pass = 0; pass < 2; ++pass) {
-    for (int kernel = 0; kernel < static_cast<int>(fused::HopKernel::count); ++kernel) {
+    for (int i = -num_before; i < static_cast<int>(fused::HopKernel::count); ++i) {
+      const int layer_back = i < 0 ? 1 : 0, kernel = i < 0 ? kExperts + kLast + i : i;
       for (std::size_t stage = 0; stage < 7; ++stage) {
         std::vector<double> ends, lengths;
         std::vector<int> blocks_of(1024, 0);  // of a multiprocessor
         for (std::size_t block = 0; block < fused::kStampBlocks; ++block) {
           const fused::Stamp& stamp =
-              all[((fused::kLayerKernels * layer_idx + kernel) * std::size_t{fused::kStampBlocks} +
+              all[((fused::kLayerKernels * (layer_idx - layer_back) + kernel) *
+                       std::size_t{fused::kStampBlocks} +
                    block) *
                       stages +
                   stage];
@@ -71,14 +78,15 @@ inline void print_stamps(const std::vector<fused::Stamp>& all, int layer_idx) {
           ++blocks_of[stamp.multiprocessor];
           if (stage > 0)
             lengths.push_back(static_cast<double>(stamp.end - stamp.begin) / ticks_a_us);
-          start = std::min(start, end);
+          if (layer_back == 0) start = std::min(start, end);
         }
         if (ends.empty() || pass == 0) continue;
         std::sort(ends.begin(), ends.end());
         std::sort(lengths.begin(), lengths.end());
-        std::printf("stamp %-10s %-7s blocks %3zu end: first %7.2f median %7.2f last %7.2f",
-                    kNames[kernel], kStages[stage], ends.size(), ends.front() - start,
-                    ends[ends.size() / 2] - start, ends.back() - start);
+        std::printf("stamp %-18s %-7s blocks %3zu end: first %7.2f median %7.2f last %7.2f",
+                    (std::string(i < 0 ? "before: " : "") + kNames[kernel]).c_str(), kStages[stage],
+                    ends.size(), ends.front() - start, ends[ends.size() / 2] - start,
+                    ends.back() - start);
         if (!lengths.empty()) {
           std::printf("  length: median %6.2f longest %6.2f", lengths[lengths.size() / 2],
                       lengths.back());
