@@ -23,8 +23,6 @@
 
 namespace lowlat::nvidia::fused {
 
-// Polls are relaxed; one fence follows the last (an acquire in each would empty the first-level
-// cache every time).
 LOWLAT_DEVICE std::uint32_t gate_word(const std::uint32_t* word) {
   std::uint32_t value;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
@@ -40,6 +38,16 @@ LOWLAT_DEVICE bool is_open(const std::uint32_t* word, std::uint32_t target) {
   return has_opened(gate_word(word), target);
 }
 
+// How a wait ended.
+enum class GateEnd { open, late, aborted };
+// Says so in the status words. The call leaves few registers to who keeps values over it.
+LOWLAT_DEVICE void report_gate(const Gate& gate, GateEnd end) {
+  if (gate.port == nullptr) return;
+  const ExchangePort& port = *gate.port;
+  report_fault(port, gate.id, stages::StageId::none, port.tp_rank, *port.step_epoch,
+               end == GateEnd::aborted);
+}
+
 // A wait that has failed so far: its deadline, and whether it has to end.
 class GateWatch {
  public:
@@ -47,15 +55,19 @@ class GateWatch {
       : gate_(gate),
         deadline_ns_(plat::clock_ns() +
                      (gate.port != nullptr ? patient_budget_ns(*gate.port) : kSecondNs)) {}
-  LOWLAT_DEVICE bool ended() const {
+  LOWLAT_DEVICE GateEnd end() const {
     const ExchangePort* port = gate_.port;
     const bool late = plat::clock_ns() > deadline_ns_;
-    if (port == nullptr) return late;
-    const bool aborted =
-        plat::load_acquire<plat::Scope::system>(port->abort_words[port->tp_rank]) != 0u;
-    if (!late && !aborted) return false;
-    report_fault(*port, gate_.id, stages::StageId::none, port->tp_rank, *port->step_epoch, aborted);
-    return true;
+    if (port != nullptr &&
+        plat::load_acquire<plat::Scope::system>(port->abort_words[port->tp_rank]) != 0u) {
+      return GateEnd::aborted;
+    }
+    return late ? GateEnd::late : GateEnd::open;
+  }
+  LOWLAT_DEVICE bool ended() const {
+    const GateEnd how = end();
+    if (how != GateEnd::open) report_gate(gate_, how);
+    return how != GateEnd::open;
   }
 
  private:
@@ -66,32 +78,31 @@ class GateWatch {
 // After is_open() has said so: what was stored before is seen from here on.
 LOWLAT_DEVICE void pass_gate() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-// One thread calls.
-LOWLAT_DEVICE void poll_gate(const Gate& gate) {
-  const std::uint32_t target = gate.blocks;
-  if (!is_open(gate.word, target)) {
-    const GateWatch watch(gate);
-    for (int polls = 1; !is_open(gate.word, target); ++polls) {
-      if (polls % 256 == 0 && watch.ended()) return;
-    }
-  }
-  pass_gate();
+// Both, by one access: quicker than a fence behind relaxed polls, although it empties the
+// first-level cache every time.
+LOWLAT_DEVICE bool passes_gate(const Gate& gate) {
+  std::uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+               : "=r"(value)
+               : "l"(__cvta_generic_to_global(gate.word))
+               : "memory");
+  return has_opened(value, gate.blocks);
 }
 
-// The same for who waits while nothing is in the first-level cache that he needs: every poll
-// acquires, and no fence follows the last. One thread calls.
-LOWLAT_DEVICE void acquire_gate(const Gate& gate) {
-  const auto opens = [&] {
-    std::uint32_t value;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
-                 : "=r"(value)
-                 : "l"(__cvta_generic_to_global(gate.word))
-                 : "memory");
-    return has_opened(value, gate.blocks);
-  };
-  if (opens()) return;
+// One thread calls. What ended the wait otherwise is for the caller to report.
+LOWLAT_DEVICE GateEnd poll_gate_quietly(const Gate& gate) {
+  if (passes_gate(gate)) return GateEnd::open;
+  GateEnd how = GateEnd::open;
   const GateWatch watch(gate);
-  for (int polls = 1; !opens(); ++polls) {
+  for (int polls = 1; how == GateEnd::open && !passes_gate(gate); ++polls) {
+    if (polls % 256 == 0) how = watch.end();
+  }
+  return how;
+}
+LOWLAT_DEVICE void poll_gate(const Gate& gate) {
+  if (passes_gate(gate)) return;
+  const GateWatch watch(gate);
+  for (int polls = 1; !passes_gate(gate); ++polls) {
     if (polls % 256 == 0 && watch.ended()) return;
   }
 }
@@ -104,6 +115,16 @@ LOWLAT_DEVICE void wait_at(const Gate& gate) {
   }
   if (plat::thread_idx() == 0) poll_gate(gate);
   plat::block_sync();
+}
+
+// The same for the threads of a warp alone.
+LOWLAT_DEVICE void warp_wait_at(const Gate& gate) {
+  if (gate.word == nullptr) {
+    sm90::wait_for_predecessors();
+    return;
+  }
+  if (plat::thread_idx() % plat::kWarpLanes == 0) poll_gate(gate);
+  __syncwarp();
 }
 
 // A part of wait_at for several gates: what was written before them is there for all threads of the

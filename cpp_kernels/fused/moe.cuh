@@ -527,7 +527,7 @@ LOWLAT_DEVICE void tell_x(const Region<L>& r) {
   if (r.a.before.word == nullptr) {
     sm90::wait_for_predecessors();
   } else if (r.lane == 0) {
-    acquire_gate(r.a.before);
+    poll_gate(r.a.before);
   }
   __syncwarp();
   if (r.lane == 0) sm90::barrier_arrive(&r.barriers.x);
