@@ -12,11 +12,12 @@
 // Bytes        T = 6, 16 heads, 640 keys a row: 2.24 MB of keys, 0.2 MB of q and o; mostly L2
 // Floor        0.5 us at 4.65 TB/s
 // Launch       a cluster a row and 16 heads (of V4.1's few rows 32, where a rank has them), its
-//              blocks share the keys; 256 threads. The first keys are gathered, expanded and, of
-//              few rows, in the registers of the products before q is there, except those that the
-//              step writes. A warp has 64 dimensions of q, of scores and of o: q's packets are
-//              operands as they come. More than eight rows of several tiles a block:
-//              attention_wide.cu
+//              blocks share the keys; 256 threads. The first tile of keys is gathered, expanded
+//              and in the registers of the products before q is there, except those that the step
+//              writes, of few rows. A warp has 64 dimensions of q, of scores and of o: q's packets
+//              are operands as they come. More than eight rows: clusters of half as many blocks
+//              have room beside q's, one a multiprocessor, and a second tile is in shared memory
+//              by then; of more tiles a block: attention_wide.cu
 // Ordering     gates (exchange_gate.cuh) or kernels' ends; of few rows packets, and a selected slot
 //              with its tag (HopBuffers::selected). Inside a cluster a block's partials (max, sum,
 //              o) of a head go from registers to the block that finishes it, whose barriers tell
@@ -63,44 +64,51 @@ static_assert(kTile % kWarps == 0 && kHeads <= kTile && kListed >= kTile);
 
 constexpr int kRawScales = kTile * stages::kKvDataBytes;  // of a tile's stored rows
 
-// kHeadTiles: sixteens of heads of a cluster.
-template <int kHeadTiles>
+// kHeadTiles: sixteens of heads of a cluster. kKeyTiles: tiles of keys that are there before q is.
+template <int kHeadTiles, int kKeyTiles = 1>
 struct Shared {
   static constexpr int kAllHeads = kHeadTiles * kHeads;
+  static constexpr int kProbs = kHeadTiles > kKeyTiles ? kHeadTiles : kKeyTiles;
+  static_assert(kHeadTiles == 1 || kKeyTiles == 1);
   // A tile's stored rows and their scale bytes, then in their place scores
   // [kWarps][kHeads][kScorePitch], each warp's part; the second sixteen heads' in the keys' place.
   static constexpr int kScoreBytes = kWarps * kHeads * kScorePitch * 4;
-  static constexpr int kRawBytes = kRawScales + kTile * 8;
+  static constexpr int kRawBytes = kRawScales + kTile * kScaleBytes;
+  static constexpr int kWorkBytes = kRawBytes > kScoreBytes ? kRawBytes : kScoreBytes;
+  static_assert(kWorkBytes % 16 == 0);
+  // Of two tiles the second, when the first is in registers.
   alignas(16) std::uint16_t key[kTile * kKeyPitch];
   static_assert(sizeof key >= kScoreBytes);
   // What the cluster sends: by block and then by head of this one, its part of the sums under the
   // largest score that it saw; that score and its weight.
   alignas(16) std::uint16_t part[kAllHeads][kDim];  // bf16
-  alignas(16) unsigned char work[kRawBytes > kScoreBytes ? kRawBytes : kScoreBytes];
+  alignas(16) unsigned char work[kKeyTiles * kWorkBytes];
   float2 part_weight[kAllHeads];
   std::uint64_t parts, weights;  // barriers
-  alignas(16) std::uint16_t prob[kHeadTiles][kHeads * kScorePitch];
+  alignas(16) std::uint16_t prob[kProbs][kHeads * kScorePitch];
   float rescale[kHeads], sink[kAllHeads];
   alignas(16) float factor[kHeads][kHeads];  // of a warp's head and a block's part of it
   float2 turn[shape::kRopeDim / 2];
   std::int32_t slot[kListed];  // of the block's keys, so many at a time; -1: a pad, or none
-  // Where the keys of a tile, and of the next, are stored; NULL: a pad, or none. `late`: of the
-  // first tile, rows that may not be read yet.
+  // Where the keys of a tile, and of the next, are stored; NULL: a pad, none, or of a late row.
   const std::uint8_t* data[2][kTile];
   const std::uint8_t* scales[2][kTile];
-  const std::uint8_t* late[kTile];
-  // Whose key it is among the step's rows (one of those that are read from packets), or -1.
+  // Of the first tile's keys that are read from packets: whose it is among the step's rows; or -1.
   std::int8_t late_row[kTile];
+  // Where all keys come by their eight threads: whether it is one.
+  bool used[kKeyTiles * kTile];
 };
 
 // Slots of the keys from `first` on, a thread a key.
-template <int kHeadTiles>
-LOWLAT_DEVICE void list_keys(Shared<kHeadTiles>& shared, const AttentionParams& params, int row_idx,
-                             int first, int end) {
+template <class Memory>
+LOWLAT_DEVICE void list_keys(Memory& shared, const AttentionParams& params, int row_idx, int first,
+                             int end) {
   shared.slot[plat::thread_idx()] = slot_at(params, row_idx, first + plat::thread_idx(), end);
 }
 
 static_assert(2 * (sizeof(Shared<1>) + 1024) <= 228 * 1024);
+// Beside a block of q of sixteen rows (front.cu), and two of them.
+static_assert(sizeof(Shared<1, 2>) <= 112 * 1024);
 
 LOWLAT_DEVICE int piece_of(int i) { return i * kThreads + plat::thread_idx(); }
 LOWLAT_DEVICE int key_of(int i) { return min(piece_of(i) / kPieces, kTile - 1); }
@@ -112,12 +120,8 @@ LOWLAT_DEVICE void copy_8(void* dst_shared, const void* src) {
 }
 
 // Asks for the stored rows in data[], a warp for its keys, which it expands too; those of none are
-// zeros (kFill), or nothing. Whole warps call, each with its own keys' data[] in sight. kEarly: of
-// the step's own keys some may not be stored yet, and be read later. Four keys' scales lie in 32
-// bytes, and copies of eight bytes go through the first-level cache, which would keep what the late
-// ones had been: here they are read past it.
-template <bool kFill, bool kEarly, int kHeadTiles>
-LOWLAT_DEVICE void ask_for_tile(Shared<kHeadTiles>& shared, const std::uint8_t* const* data,
+// zeros. Whole warps call, each with its own keys' data[] in sight.
+LOWLAT_DEVICE void ask_for_tile(unsigned char* work, const std::uint8_t* const* data,
                                 const std::uint8_t* const* scales) {
   const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
   const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
@@ -126,23 +130,19 @@ LOWLAT_DEVICE void ask_for_tile(Shared<kHeadTiles>& shared, const std::uint8_t* 
   for (int i = warp_idx * kWarpPieces + lane_idx; i < (warp_idx + 1) * kWarpPieces;
        i += plat::kWarpLanes) {
     const std::uint8_t* row = data[i / kPieces];
-    unsigned char* to = shared.work + 16 * i;
+    unsigned char* to = work + 16 * i;
     if (row != nullptr) {
       copy_16(to, row + 16 * (i % kPieces));
-    } else if constexpr (kFill) {
+    } else {
       *reinterpret_cast<uint4*>(to) = make_uint4(0u, 0u, 0u, 0u);
     }
   }
   if (lane_idx < kWarpKeys) {
     const int key = warp_idx * kWarpKeys + lane_idx;
-    unsigned char* to = shared.work + kRawScales + 8 * key;
+    unsigned char* to = work + kRawScales + 8 * key;
     if (data[key] != nullptr) {
-      if constexpr (kEarly) {
-        *reinterpret_cast<uint2*>(to) = __ldcg(reinterpret_cast<const uint2*>(scales[key]));
-      } else {
-        copy_8(to, scales[key]);
-      }
-    } else if constexpr (kFill) {
+      copy_8(to, scales[key]);
+    } else {
       *reinterpret_cast<std::uint64_t*>(to) = 0x7f7f'7f7f'7f7f'7f7full;
     }
   }
@@ -192,10 +192,9 @@ LOWLAT_DEVICE void store_piece(std::uint16_t* keys, const uint4& data, std::uint
   }
 }
 
-// Keys of what the warp has asked for: of all rows, or of those in only[]. Whole warps call. Short
-// code: it is the longest of the kernel.
-template <int kHeadTiles>
-LOWLAT_DEVICE void expand_tile(Shared<kHeadTiles>& shared, const std::uint8_t* const* only) {
+// Keys of what the warp has asked for. Whole warps call. Short code: it is the longest of the
+// kernel.
+LOWLAT_DEVICE void expand_tile(std::uint16_t* keys, const unsigned char* work) {
   constexpr int kWarpPieces = kWarpKeys * kPieces;
   const int first = plat::thread_idx() / plat::kWarpLanes * kWarpPieces;
   wait_for_copies();
@@ -204,9 +203,8 @@ LOWLAT_DEVICE void expand_tile(Shared<kHeadTiles>& shared, const std::uint8_t* c
   for (int i = first + plat::thread_idx() % plat::kWarpLanes; i < first + kWarpPieces;
        i += plat::kWarpLanes) {
     const int key = i / kPieces, piece = i % kPieces;
-    if (only != nullptr && only[key] == nullptr) continue;
-    store_piece(shared.key, *reinterpret_cast<const uint4*>(shared.work + 16 * i),
-                shared.work[kRawScales + 8 * key + min(piece, kCodePieces - 1) / 4], i);
+    store_piece(keys, *reinterpret_cast<const uint4*>(work + 16 * i),
+                work[kRawScales + 8 * key + min(piece, kCodePieces - 1) / 4], i);
   }
 }
 
@@ -281,16 +279,21 @@ LOWLAT_DEVICE std::int32_t take_selected(const AttentionParams& params, const Ho
 }
 
 // kHops: q, the step's own keys and o are packets. kOnce: no block has more keys than one tile, and
-// may have twice the heads, whose registers leave room for a block of q or of wo_a. kTagged:
-// AttentionParams::tagged; a kernel of its own, so that others' code stays as short.
-template <class M, bool kHops, bool kOnce, int kHeadTiles, bool kTagged>
+// may have twice the heads, whose registers leave room for a block of q or of wo_a; or than two
+// (kKeyTiles), the first of which is in registers before q is there, the second in shared memory.
+// kTagged: AttentionParams::tagged; a kernel of its own, so that others' code stays as short.
+template <class M, bool kHops, bool kOnce, int kHeadTiles, bool kTagged, int kKeyTiles>
 __global__ void __maxnreg__(kHeadTiles == 1 ? 128 : 160)
     sparse_attention_bf16_sm90(const __grid_constant__ AttentionParams params) {
   static_assert(kHeadTiles == 1 || (kHops && kOnce && !M::kNormsHeads));
+  static_assert(kHops || kOnce);
+  static_assert(kKeyTiles == 1 || (!kHops && kKeyTiles == 2));
   extern __shared__ __align__(128) unsigned char memory[];
-  auto& shared = *reinterpret_cast<Shared<kHeadTiles>*>(memory);
+  using Memory = Shared<kHeadTiles, kKeyTiles>;
+  auto& shared = *reinterpret_cast<Memory*>(memory);
+  const auto work = [&](int tile) { return shared.work + tile * Memory::kWorkBytes; };
   const auto scores = [&](int tile) {
-    void* const place = tile == 0 ? static_cast<void*>(shared.work) : shared.key;
+    void* const place = kHeadTiles == 1 || tile == 0 ? static_cast<void*>(work(tile)) : shared.key;
     return static_cast<float (*)[kHeads][kScorePitch]>(place);
   };
   sm90::launch_dependents();
@@ -313,7 +316,12 @@ __global__ void __maxnreg__(kHeadTiles == 1 ? 128 : 160)
   // of heads g and g + 8: a packet each.
   constexpr int kSteps = kWarpDims / 16, kOfTile = 2 * kSteps;
   uint2 query[kHeadTiles * kOfTile];
-  [[maybe_unused]] HopEnd end = HopEnd::none;  // reported when few registers are in use
+  // Reported when few registers are in use.
+  [[maybe_unused]] HopEnd end = HopEnd::none;
+  [[maybe_unused]] GateEnd gate_end = GateEnd::open;
+  const auto gate_of_warp = [&]() -> const Gate& {
+    return warp_idx == 0 || params.keys_done.word == nullptr ? params.before : params.keys_done;
+  };
   const auto take_query = [&] {
     const std::int64_t head =
         static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + g;
@@ -383,7 +391,7 @@ __global__ void __maxnreg__(kHeadTiles == 1 ? 128 : 160)
   }
   sm90::cluster_arrive_relaxed();  // the block takes what the others send
   if constexpr (!kOnce) list_keys(shared, params, row_idx, first_key, end_key);
-  bool any_late = false;
+  [[maybe_unused]] bool any_late = false;
   [[maybe_unused]] std::int32_t tagged_slot = -1;
   if constexpr (kTagged) {
     if (by_tags) {
@@ -392,7 +400,46 @@ __global__ void __maxnreg__(kHeadTiles == 1 ? 128 : 160)
                                   lane_idx < kWarpKeys && place < end_key, HopKeeps{end});
     }
   }
-  if (lane_idx < kWarpKeys) {
+  // By gates a key's eight threads look it up, ask for it and expand it; so many keys a turn.
+  constexpr int kAllKeys = kKeyTiles * kTile;
+  constexpr int kTurns = (kAllKeys + kKeysAtOnce - 1) / kKeysAtOnce;
+  const int own_key = thread_idx / kKeyThreads;
+  [[maybe_unused]] unsigned high_halves = 0;  // by turn
+  const auto raw_scales = [&](int key) {
+    return shared.work + kAllKeys * kDataBytes + key * kScaleBytes;
+  };
+  if constexpr (!kHops) {
+    static_assert(kAllKeys % (plat::kWarpLanes / kKeyThreads) == 0, "whole warps have a turn");
+    std::int32_t slot[kTurns];
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int key = turn * kKeysAtOnce + own_key;
+      slot[turn] = key < kAllKeys ? slot_at(params, row_idx, first_key + key, end_key) : -1;
+    }
+#pragma unroll 1
+    for (int i = thread_idx % kKeyThreads; i < params.num_rows; i += kKeyThreads) {
+      const std::int32_t written = __ldg(params.kv_slots + i);
+#pragma unroll
+      for (int turn = 0; turn < kTurns; ++turn) {
+        const int place = first_key + turn * kKeysAtOnce + own_key;
+        any_late |= slot[turn] >= 0 && slot[turn] == written && place < params.num_window;
+      }
+    }
+    // The step's own keys are stored long before q is there.
+    if (__any_sync(plat::kAllLanes, any_late)) {
+      warp_wait_at(params.keys_done.word != nullptr ? params.keys_done : params.before);
+    }
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int key = turn * kKeysAtOnce + own_key;
+      if (key >= kAllKeys) continue;
+      const stages::KvRow<std::uint8_t> row = key_at(params, first_key + key, slot[turn]);
+      if (in_high_half(row.scales)) high_halves |= 1u << turn;
+      if (thread_idx % kKeyThreads == 0) shared.used[key] = row.data != nullptr;
+      ask_for_pieces(shared.work + key * kDataBytes, raw_scales(key), row.data, row.scales,
+                     row.data != nullptr, params.q);
+    }
+  } else if (lane_idx < kWarpKeys) {
     const int key = warp_idx * kWarpKeys + lane_idx, place = first_key + key;
     std::int32_t slot = tagged_slot;
     if (!by_tags || place < params.num_window) slot = slot_at(params, row_idx, place, end_key);
@@ -416,12 +463,11 @@ __global__ void __maxnreg__(kHeadTiles == 1 ? 128 : 160)
     const bool late = late_row >= 0 && place < params.num_window && row.data != nullptr;
     shared.late_row[key] = static_cast<std::int8_t>(late ? late_row : -1);
     shared.data[0][key] = late ? nullptr : row.data;
-    shared.late[key] = late ? row.data : nullptr;
     shared.scales[0][key] = row.scales;
     any_late = late;
   }
   __syncwarp();
-  ask_for_tile<true, !kHops>(shared, shared.data[0], shared.scales[0]);
+  if constexpr (kHops) ask_for_tile(shared.work, shared.data[0], shared.scales[0]);
   // For all that the selection has read and written, while the keys are on their way.
   if (by_tags && end_key == params.num_window + params.num_extra && thread_idx == 0) {
     poll_gate(params.selected);
@@ -430,13 +476,33 @@ __global__ void __maxnreg__(kHeadTiles == 1 ? 128 : 160)
     shared.sink[thread_idx] = __ldg(params.sink + first_head + thread_idx);
   }
   if (!query_first) make_turn();
-  expand_tile(shared, nullptr);
-  any_late = __syncthreads_or(any_late ? 1 : 0) != 0;
-  if (!query_first) stamps.mark(StampStage::ask);
-
+  // Keys of a tile by their threads.
+  const auto expand_keys = [&](int tile) {
+#pragma unroll 1
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int key = turn * kKeysAtOnce + own_key, of_tile = key - tile * kTile;
+      if (of_tile < 0 || of_tile >= kTile) continue;
+      const int own = thread_idx % kKeyThreads;
+      std::uint16_t* const to = shared.key + of_tile * kKeyPitch + own / 2 * 2;
+      expand_pieces(shared.work + key * kDataBytes, raw_scales(key),
+                    (high_halves >> turn & 1u) != 0u, [&](int block, const uint4& values) {
+                      const std::uint32_t words[4] = {values.x, values.y, values.z, values.w};
+#pragma unroll
+                      for (int j = 0; j < 4; ++j) {
+                        *reinterpret_cast<std::uint32_t*>(
+                            to + block * kWarpDims + chunk_of(block, own % 2 * 4 + j)) = words[j];
+                      }
+                    });
+    }
+  };
   if constexpr (!kHops) {
-    wait_at(params.before);
-    stamps.mark(StampStage::wait);
+    wait_for_copies();
+    __syncwarp();
+    expand_keys(0);
+  } else {
+    expand_tile(shared.key, shared.work);
+    any_late = __syncthreads_or(any_late ? 1 : 0) != 0;
+    if (!query_first) stamps.mark(StampStage::ask);
   }
   if (kHops && any_late) {
     // Keys of the step's rows, which are there before q is. Few threads have such pieces, and few
@@ -456,13 +522,8 @@ __global__ void __maxnreg__(kHeadTiles == 1 ? 128 : 160)
                   words[0].third, piece_of(i));
     }
   }
-  if (!kHops && any_late) {
-    ask_for_tile<false, false>(shared, shared.late, shared.scales[0]);
-    expand_tile(shared, shared.late);
-  }
-
-  if (!kHops || query_first) stamps.mark(StampStage::read);
-  sm90::cluster_wait();
+  if (query_first) stamps.mark(StampStage::read);
+  if constexpr (kHops) sm90::cluster_wait();
   // Of a warp's 64 dimensions: heads g and g + 8, dimensions 16 t and on.
   float sum[8][4] = {};
   // The softmax has 16 threads a head; the largest score so far, and the sum of probabilities.
@@ -509,10 +570,10 @@ __global__ void __maxnreg__(kHeadTiles == 1 ? 128 : 160)
     }
   };
   int side = 0, listed = first_key;
-  for (int first = first_key; first < end_key; first += kTile, side ^= 1) {
+  for (int first = first_key; !kHops || first < end_key; first += kTile, side ^= 1) {
     if (first != first_key) {
-      ask_for_tile<true, false>(shared, shared.data[side], shared.scales[side]);
-      expand_tile(shared, nullptr);
+      ask_for_tile(shared.work, shared.data[side], shared.scales[side]);
+      expand_tile(shared.key, shared.work);
     }
     const int next = first + kTile;
     if constexpr (!kOnce) {
@@ -533,19 +594,22 @@ __global__ void __maxnreg__(kHeadTiles == 1 ? 128 : 160)
     }
     plat::block_sync();
 
-    // Of few rows what the products need of the keys is in registers before q is there.
+    // What the products need of the first keys is in registers before q is there.
     constexpr int kScoreTiles = kTile / 8;   // of eight keys
     constexpr int kValueSteps = kTile / 16;  // of sixteen keys; eight are left
     const std::uint16_t* const own_dims = shared.key + warp_idx * kWarpDims;
     uint4 key[kScoreTiles][2];
+    const auto load_keys = [&] {
 #pragma unroll
-    for (int n = 0; n < kScoreTiles; ++n) {
+      for (int n = 0; n < kScoreTiles; ++n) {
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        key[n][j] = *reinterpret_cast<const uint4*>(own_dims + (8 * n + g) * kKeyPitch +
-                                                    chunk_of(warp_idx, 2 * t + j));
+        for (int j = 0; j < 2; ++j) {
+          key[n][j] = *reinterpret_cast<const uint4*>(own_dims + (8 * n + g) * kKeyPitch +
+                                                      chunk_of(warp_idx, 2 * t + j));
+        }
       }
-    }
+    };
+    load_keys();
     std::uint32_t value[kValueSteps][8][2];
     std::uint32_t half_value[8];
     const auto load_values = [&] {
@@ -572,6 +636,7 @@ __global__ void __maxnreg__(kHeadTiles == 1 ? 128 : 160)
       }
     };
     if constexpr (kOnce) load_values();
+    if constexpr (kKeyTiles > 1) load_half_values();
     // Of the softmax a thread has two keys side by side, and one of the last eight.
     constexpr int kKeys = 3;
     static_assert(kTile == 32 + 8);
@@ -580,18 +645,43 @@ __global__ void __maxnreg__(kHeadTiles == 1 ? 128 : 160)
     };
     std::uint32_t used = 0;
 #pragma unroll
-    for (int i = 0; i < kKeys; ++i) {
-      const int place = place_of(i);
-      if ((i < 2 || first_of_thread < 8) &&
-          (shared.data[side][place] != nullptr ||
-           (first == first_key && shared.late[place] != nullptr))) {
-        used |= 1u << i;
+    for (int tile = 0; tile < kKeyTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < kKeys; ++i) {
+        const int place = place_of(i);
+        bool is_used = false;
+        if constexpr (kHops) {
+          is_used = shared.data[side][place] != nullptr ||
+                    (first == first_key && shared.late_row[place] >= 0);
+        } else {
+          is_used = shared.used[tile * kTile + place];
+        }
+        if ((i < 2 || first_of_thread < 8) && is_used) used |= 1u << tile * kKeys + i;
       }
     }
+    if constexpr (kKeyTiles > 1) {
+      plat::block_sync();  // all warps have the first tile in registers
+      expand_keys(1);
+    }
+    if constexpr (!kHops) {
+      stamps.mark(StampStage::ask);
+      // Also whose key nobody looks at is stored before this kernel's end.
+      if (params.before.word == nullptr) {
+        sm90::wait_for_predecessors();
+      } else if (lane_idx == 0 && warp_idx < 2) {
+        gate_end = poll_gate_quietly(gate_of_warp());
+      }
+      plat::block_sync();
+      stamps.mark(StampStage::wait);
+    }
     if (first == first_key && !query_first) take_query();
+    if constexpr (!kHops) {
+      stamps.mark(StampStage::read);
+      sm90::cluster_wait();
+    }
 
     const auto score_tile = [&](int tile) {
-      const uint2* const of_tile = query + tile * kOfTile;
+      const uint2* const of_tile = query + (kHeadTiles > 1 ? tile : 0) * kOfTile;
       float score[kScoreTiles][4] = {};
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
@@ -612,22 +702,27 @@ __global__ void __maxnreg__(kHeadTiles == 1 ? 128 : 160)
         *reinterpret_cast<float2*>(to + 8 * kScorePitch) = make_float2(score[n][2], score[n][3]);
       }
     };
-    float p[kHeadTiles][kKeys], rescale = 0.0f;
+    constexpr int kOwnKeys = kKeyTiles * kKeys;
+    float p[kHeadTiles][kOwnKeys], rescale = 0.0f;
     const auto soften_tile = [&](int tile) {
       constexpr float kScale = 0.04419417382415922f;  // 512^-0.5
       const float old_top = top[tile];
-      float (&own)[kKeys] = p[tile];
+      float (&own)[kOwnKeys] = p[tile];
 #pragma unroll
-      for (int i = 0; i < kKeys; ++i) own[i] = 0.0f;
+      for (int i = 0; i < kOwnKeys; ++i) own[i] = 0.0f;
 #pragma unroll
-      for (int part = 0; part < kWarps; ++part) {
-        const float* of = scores(tile)[part][head];
-        const float2 two = *reinterpret_cast<const float2*>(of + place_of(0));
-        own[0] += two.x, own[1] += two.y;
-        own[2] += of[place_of(2)];
+      for (int keys = 0; keys < kKeyTiles; ++keys) {
+        float* const sums = own + keys * kKeys;
+#pragma unroll
+        for (int part = 0; part < kWarps; ++part) {
+          const float* of = scores(tile + keys)[part][head];
+          const float2 two = *reinterpret_cast<const float2*>(of + place_of(0));
+          sums[0] += two.x, sums[1] += two.y;
+          sums[2] += of[place_of(2)];
+        }
       }
 #pragma unroll
-      for (int i = 0; i < kKeys; ++i) {
+      for (int i = 0; i < kOwnKeys; ++i) {
         own[i] = (used >> i & 1u) != 0u ? own[i] * kScale : -INFINITY;
         top[tile] = fmaxf(own[i], top[tile]);
       }
@@ -638,18 +733,22 @@ __global__ void __maxnreg__(kHeadTiles == 1 ? 128 : 160)
       // Nothing but pads so far: every probability is 0, and no infinity is taken from another.
       const float base = top[tile] == -INFINITY ? 0.0f : top[tile];
 #pragma unroll
-      for (int i = 0; i < kKeys; ++i) own[i] = quick_exp(own[i] - base);
+      for (int i = 0; i < kOwnKeys; ++i) own[i] = quick_exp(own[i] - base);
       const auto keep = [&](int i, float other) {
         const std::uint32_t pair = sm90::to_bf16_pair(own[i], other);
         own[i] = sm90::low_bf16(pair);
         return pair;
       };
-      std::uint16_t* const prob = shared.prob[tile] + head * kScorePitch;
-      const std::uint32_t pair = keep(0, own[1]);
-      own[1] = sm90::high_bf16(pair);
-      *reinterpret_cast<std::uint32_t*>(prob + place_of(0)) = pair;
-      const std::uint32_t last = keep(2, 0.0f);
-      if (first_of_thread < 8) prob[place_of(2)] = static_cast<std::uint16_t>(last);
+#pragma unroll
+      for (int keys = 0; keys < kKeyTiles; ++keys) {
+        const int i = keys * kKeys;
+        std::uint16_t* const prob = shared.prob[tile + keys] + head * kScorePitch;
+        const std::uint32_t pair = keep(i, own[i + 1]);
+        own[i + 1] = sm90::high_bf16(pair);
+        *reinterpret_cast<std::uint32_t*>(prob + place_of(0)) = pair;
+        const std::uint32_t last = keep(i + 2, 0.0f);
+        if (first_of_thread < 8) prob[place_of(2)] = static_cast<std::uint16_t>(last);
+      }
       if constexpr (!kOnce) {
         rescale = quick_exp(old_top - base);
         if (first_of_thread == 0) shared.rescale[head] = rescale;
@@ -672,9 +771,11 @@ __global__ void __maxnreg__(kHeadTiles == 1 ? 128 : 160)
       }
 #pragma unroll
       for (int n = 0; n < 8; ++n) sm90::mma_bf16_half(sum[n], half_a, half_value[n]);
+    };
+    const auto add_weights = [&](int tile) {
       float added = p[tile][0];
 #pragma unroll
-      for (int i = 1; i < kKeys; ++i) added += p[tile][i];
+      for (int i = 1; i < kOwnKeys; ++i) added += p[tile][i];
 #pragma unroll
       for (int mask = 1; mask < 16; mask *= 2) {
         added += __shfl_xor_sync(plat::kAllLanes, added, mask);
@@ -683,7 +784,12 @@ __global__ void __maxnreg__(kHeadTiles == 1 ? 128 : 160)
     };
 
     score_tile(0);
-    if constexpr (kOnce) load_half_values();
+    if constexpr (kKeyTiles > 1) {
+      load_keys();
+      score_tile(1);
+    } else if constexpr (kOnce) {
+      load_half_values();
+    }
     plat::block_sync();
 
     // All warps have the keys in registers.
@@ -706,6 +812,12 @@ __global__ void __maxnreg__(kHeadTiles == 1 ? 128 : 160)
     if constexpr (kHeadTiles > 1) soften_tile(1);
     find_owners(0);
     add_values(0);
+    if constexpr (kKeyTiles > 1) {
+      load_values();
+      load_half_values();
+      add_values(1);
+    }
+    add_weights(0);
     if constexpr (kHeadTiles > 1) {
       send_parts(0);
       plat::block_sync();
@@ -716,11 +828,12 @@ __global__ void __maxnreg__(kHeadTiles == 1 ? 128 : 160)
       }
       find_owners(1);
       add_values(1);
+      add_weights(1);
     }
     if constexpr (kOnce) break;
     plat::block_sync();  // the tile's memory is free
   }
-  if (first_key >= end_key) {
+  if (kHops && first_key >= end_key) {
     find_owners(0);
     if constexpr (kHeadTiles > 1) {
       send_parts(0);
@@ -735,7 +848,10 @@ __global__ void __maxnreg__(kHeadTiles == 1 ? 128 : 160)
                          heads_per_block);
   stamps.mark(StampStage::store);
   if (kHops && end != HopEnd::none) report_end(hop, end);
-  if constexpr (!kHops) open_gate(params.done);
+  if constexpr (!kHops) {
+    if (gate_end != GateEnd::open) report_gate(gate_of_warp(), gate_end);
+    open_gate(params.done);
+  }
 }
 
 }  // namespace
@@ -754,23 +870,27 @@ cudaError_t launch_sparse_attention(const AttentionParams& params, bool programm
                            params.num_rows * (params.num_heads / (2 * kHeads)) <= kMostAtOnce &&
                            (params.blocks_per_row == 0 || params.blocks_per_row == kHeads) &&
                            keys_per_block(num_keys, kHeads) <= kTile;
-  const int blocks = pairs_tiles ? kHeads
-                     : params.blocks_per_row == 0
-                         ? attention_blocks_per_row(params.num_rows, params.num_heads)
-                         : params.blocks_per_row;
+  const int blocks = pairs_tiles ? kHeads : attention_blocks_per_row(params);
   if (blocks < 2 || blocks > kHeads || kHeads % blocks != 0) return cudaErrorInvalidValue;
   return with_model(params.model, [&]<class M>() {
-    const auto launch = [&]<bool kHops, bool kOnce, int kHeadTiles = 1, bool kTagged = false>() {
-      return launch_kernel(sparse_attention_bf16_sm90<M, kHops, kOnce, kHeadTiles, kTagged>,
-                           dim3(blocks, params.num_rows, params.num_heads / (kHeadTiles * kHeads)),
-                           kThreads, sizeof(Shared<kHeadTiles>), blocks, programmatic, stream,
-                           params);
-    };
-    // Two blocks have room on a multiprocessor. A plain layer's have one tile up to sixteen rows.
+    const auto launch =
+        [&]<bool kHops, bool kOnce, int kHeadTiles = 1, bool kTagged = false, int kKeyTiles = 1>() {
+          return launch_kernel(
+              sparse_attention_bf16_sm90<M, kHops, kOnce, kHeadTiles, kTagged, kKeyTiles>,
+              dim3(blocks, params.num_rows, params.num_heads / (kHeadTiles * kHeads)), kThreads,
+              sizeof(Shared<kHeadTiles, kKeyTiles>), blocks, programmatic, stream, params);
+        };
+    // A plain layer's have one tile of few rows, and two up to sixteen rows.
     const bool once = keys_per_block(num_keys, blocks) <= kTile;
     if (params.num_rows > kHopRows) {
-      return once ? launch.template operator()<false, true>()
-                  : launch_attention_wide(params, blocks, programmatic, stream);
+      if (once) return launch.template operator()<false, true>();
+      // V4.1's where no multiprocessor has two blocks: measured.
+      constexpr int kMostAtOnce = 132;
+      const bool twice =
+          keys_per_block(num_keys, blocks) <= 2 * kTile && !attention_waits_for_keys(params) &&
+          (M::kNormsHeads || blocks * params.num_rows * (params.num_heads / kHeads) <= kMostAtOnce);
+      return twice ? launch.template operator()<false, true, 1, false, 2>()
+                   : launch_attention_wide(params, blocks, programmatic, stream);
     }
     const bool by_tags = params.tagged && once && params.num_extra == kIndexTopk;
     if constexpr (!M::kNormsHeads) {

@@ -35,14 +35,15 @@ struct AttentionParams {
   // -1 behind them: what is behind is not looked at. 0: all of extra_idx is.
   int extra_ratio;
   // Slots of `window` that the two kernels before this one write: their rows are read only after
-  // those have ended. Every other row that an index names must have been written before the kernel
-  // that starts this sublayer (launch_exchange_norm).
+  // keys_done. Every other row that an index names must have been written before the kernel that
+  // starts this sublayer (launch_exchange_norm).
   const std::int32_t* kv_slots;  // [T]
   // Out: the attention output, rotated back, as f16 under powers of two.
   std::uint16_t* o;  // f16 [T, num_heads * 512]
   float* o_scale;    // [num_heads * 512 / group, padded_rows(T)]: one a 32 (V4: 128) values
-  // Of q and the stored keys, of more than kHopRows rows; of o.
-  Gate before, done;
+  // Of more than kHopRows rows: of q and the stored keys; of these alone, which come before (word
+  // NULL: `before`); of o.
+  Gate before, keys_done, done;
   // Of extra_idx and the rows that it names, where another kernel beside this one's predecessors
   // makes them; word NULL: they are there. With an extra_ratio only of the entries that the step
   // completes: rows that see none of these do not wait, so whoever writes x again has to.
@@ -55,16 +56,23 @@ struct AttentionParams {
   int blocks_per_row;  // that share a row's keys: 2, 4, 8 or 16; 0: chosen by the rows
 };
 
-// Blocks that share a row's keys, as many as fit the device at two a multiprocessor, where
-// blocks_per_row is 0.
-constexpr int attention_blocks_per_row(int num_rows, int num_heads) {
-  const int clusters = num_rows * (num_heads / 16);
-  return clusters <= 12 ? 16 : clusters <= 24 ? 8 : clusters <= 48 ? 4 : 2;
+// Whether a selection is waited for before any of the selected keys is known.
+constexpr bool attention_waits_for_keys(const AttentionParams& params) {
+  return params.selected.word != nullptr && params.extra_ratio == 0;
+}
+// Blocks that share a row's keys: blocks_per_row, or as many as fit the device at two a
+// multiprocessor; of more than kHopRows rows so few that they have room beside q's, but not where
+// they wait for their keys when q is there.
+constexpr int attention_blocks_per_row(const AttentionParams& params) {
+  if (params.blocks_per_row != 0) return params.blocks_per_row;
+  const int clusters = params.num_rows * (params.num_heads / 16);
+  const int most = params.num_rows <= kHopRows || attention_waits_for_keys(params) ? 16 : 8;
+  return clusters <= 12 ? most : clusters <= 24 ? 8 : clusters <= 48 ? 4 : 2;
 }
 // Blocks that open `done`.
-constexpr std::uint32_t attention_blocks(int num_rows, int num_heads) {
-  return static_cast<std::uint32_t>(attention_blocks_per_row(num_rows, num_heads) * num_rows *
-                                    (num_heads / 16));
+constexpr std::uint32_t attention_blocks(const AttentionParams& params) {
+  return static_cast<std::uint32_t>(attention_blocks_per_row(params) * params.num_rows *
+                                    (params.num_heads / 16));
 }
 
 // cudaErrorInvalidValue for sizes out of range.

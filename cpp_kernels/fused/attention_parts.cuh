@@ -76,6 +76,98 @@ LOWLAT_DEVICE KeySpan keys_of_block(const AttentionParams& params, int row_idx, 
   return {first, end, selects};
 }
 
+// Stored keys that come whole, each by eight threads of a warp: a thread has every eighth of its
+// pieces of sixteen bytes, and of each group under a scale eight codes.
+constexpr int kDataBytes = stages::kKvDataBytes, kGroups = stages::kKvNumGroups;
+// A key's sixteen bytes that hold its eight of scales: copies of eight would go by way of the
+// first-level cache, which may be older.
+constexpr int kScaleBytes = 16;
+constexpr int kKeyThreads = 8, kKeysAtOnce = kThreads / kKeyThreads;
+static_assert(kNope == kGroups * kKeyThreads * 8 && shape::kRopeDim == kKeyThreads * 8);
+
+// As copy_16, of `bytes` bytes and zeros behind them.
+LOWLAT_DEVICE void copy_or_clear(void* dst_shared, const void* src, int bytes) {
+  asm volatile(
+      "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(sm90::shared_address(dst_shared)),
+      "l"(__cvta_generic_to_global(src)), "r"(bytes)
+      : "memory");
+}
+
+// Asks for the calling thread's pieces of a key, whose bytes go to `data` and scales to
+// `to_scales`. What is not used is zeros.
+LOWLAT_DEVICE void ask_for_pieces(unsigned char* data, unsigned char* to_scales,
+                                  const std::uint8_t* row, const std::uint8_t* row_scales,
+                                  bool used, const void* any) {
+  const int own = plat::thread_idx() % kKeyThreads, bytes = used ? 16 : 0;
+  const auto* from = used ? row : static_cast<const std::uint8_t*>(any);
+  constexpr int kTurns = kDataBytes / 16 / kKeyThreads, kRest = kDataBytes / 16 % kKeyThreads;
+  unsigned char* to = data + own * 16;
+#pragma unroll
+  for (int i = 0; i < kTurns; ++i) {
+    copy_or_clear(to + i * kKeyThreads * 16, from + (i * kKeyThreads + own) * 16, bytes);
+  }
+  if (own < kRest) {
+    copy_or_clear(to + kTurns * kKeyThreads * 16, from + (kTurns * kKeyThreads + own) * 16, bytes);
+  } else if (own == kRest) {
+    const std::uintptr_t scales = reinterpret_cast<std::uintptr_t>(used ? row_scales : from);
+    copy_or_clear(to_scales,
+                  reinterpret_cast<const void*>(scales & ~std::uintptr_t{kScaleBytes - 1}), bytes);
+  }
+}
+// Where in its sixteen bytes the scales are.
+LOWLAT_DEVICE bool in_high_half(const std::uint8_t* scales) {
+  return (reinterpret_cast<std::uintptr_t>(scales) & 8u) != 0u;
+}
+
+// Four codes as two pairs of bf16 under 2^-120: sign to bit 15, the rest to bits 10 .. 4 is the
+// value times 2^-120, subnormal codes too.
+LOWLAT_DEVICE void small_pairs(std::uint32_t codes, std::uint32_t (&pairs)[2]) {
+  const std::uint32_t even = (codes << 4 & 0x07f0'07f0u) | (codes << 8 & 0x8000'8000u);
+  const std::uint32_t odd = (codes >> 4 & 0x07f0'07f0u) | (codes & 0x8000'8000u);
+  pairs[0] = __byte_perm(even, odd, 0x5410);
+  pairs[1] = __byte_perm(even, odd, 0x7632);
+}
+LOWLAT_DEVICE std::uint32_t twice(std::uint32_t bf16) { return bf16 | bf16 << 16; }
+
+// The calling thread's part of a key as bf16: store(i, its eight values of the 64 dimensions i).
+template <class Store>
+LOWLAT_DEVICE void expand_pieces(const unsigned char* data, const unsigned char* its_scales,
+                                 bool high_half, Store store) {
+  const int own = plat::thread_idx() % kKeyThreads;
+  const uint2 scales = *reinterpret_cast<const uint2*>(its_scales + (high_half ? 8 : 0));
+  const auto scale_code = [&](int group) {
+    return (group < 4 ? scales.x >> 8 * group : scales.y >> 8 * (group - 4)) & 0xffu;
+  };
+  const auto expand = [&](int group, std::uint32_t first, std::uint32_t second) {
+    const uint2 codes = *reinterpret_cast<const uint2*>(data + own * 8 + group * kKeyThreads * 8);
+    std::uint32_t low[2], high[2];
+    small_pairs(codes.x, low);
+    small_pairs(codes.y, high);
+    const auto scaled = [&](std::uint32_t pair) {
+      pair = sm90::multiply_bf16_pairs(pair, first);
+      return second == 0u ? pair : sm90::multiply_bf16_pairs(pair, second);
+    };
+    store(group, make_uint4(scaled(low[0]), scaled(low[1]), scaled(high[0]), scaled(high[1])));
+  };
+  // A scale of 2^7 and below is multiplied together with 2^120; larger ones, which only values
+  // beyond 57,344 have, after it.
+  constexpr std::uint32_t kMost = 0x8686'8686u, kOfGroups = 0x00ff'ffffu;
+  if ((__vcmpgtu4(scales.x, kMost) | __vcmpgtu4(scales.y & kOfGroups, kMost)) == 0u) {
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      expand(group, twice((scale_code(group) + 120u) << 7), 0u);
+    }
+  } else {
+#pragma unroll 1
+    for (int group = 0; group < kGroups; ++group) {
+      const std::uint32_t code = scale_code(group);
+      expand(group, 0x7b80'7b80u, twice(code == 0u ? 0x40u : code << 7));
+    }
+  }
+  // The dimensions that are stored as bf16.
+  store(kGroups, *reinterpret_cast<const uint4*>(data + kNope + own * 16));
+}
+
 // A group of 32 values as f16 under a power of two. The group's largest goes to 2^13 .. 2^14;
 // exponents are kept where both factors are normal; what is smaller than that is 0 in any fp32 sum.
 LOWLAT_DEVICE PowerScale half_scale(float amax) {

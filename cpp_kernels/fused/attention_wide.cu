@@ -37,13 +37,8 @@ namespace {
 
 using namespace attention;
 
-constexpr int kDataBytes = stages::kKvDataBytes, kGroups = stages::kKvNumGroups;
-// A key's sixteen bytes that hold its eight of scales: copies of eight would go by way of the
-// first-level cache, which may be older.
-constexpr int kScaleBytes = 16;
 constexpr int kListed = kThreads;  // keys that are looked up together
-// A key's threads: each has every eighth piece of it.
-constexpr int kKeyThreads = 8, kAtOnce = kThreads / kKeyThreads;
+constexpr int kAtOnce = kKeysAtOnce;
 // Pieces of 16 bytes change places within 128 bytes by their key's number, so that neither the
 // eight keys of a matrix nor two keys and four pieces of a score's operands meet in a bank.
 constexpr int kKeyPitch = kDim;
@@ -51,7 +46,6 @@ LOWLAT_DEVICE int turn_of_key(int key) { return (key & 1) << 2 | (key >> 1 & 3);
 constexpr int kScoreGroups = 4;  // groups of warps that share the 512 dimensions of a score
 // Sums on their way over the keys' memory; the pitch keeps eight heads in different banks.
 constexpr int kSumPitch = kDim + 8;
-static_assert(kNope == kGroups * kKeyThreads * 8 && shape::kRopeDim == kKeyThreads * 8);
 
 // Where a key is stored; NULL: a pad, or none.
 struct alignas(16) Place {
@@ -145,85 +139,20 @@ LOWLAT_DEVICE std::int32_t list_keys(Shared& shared, const AttentionParams& para
   return slot;
 }
 
-// As copy_16, of `bytes` bytes and zeros behind them.
-LOWLAT_DEVICE void copy_or_clear(void* dst_shared, const void* src, int bytes) {
-  asm volatile(
-      "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(sm90::shared_address(dst_shared)),
-      "l"(__cvta_generic_to_global(src)), "r"(bytes)
-      : "memory");
-}
-
 // Asks for the calling thread's pieces of a key of the tile. What is not used is zeros.
 LOWLAT_DEVICE void ask_for_key(Shared& shared, int key, const Place& place, bool used,
                                const void* any) {
-  const int own = plat::thread_idx() % kKeyThreads, bytes = used ? 16 : 0;
-  const auto* from = used ? place.data : static_cast<const std::uint8_t*>(any);
-  constexpr int kTurns = kDataBytes / 16 / kKeyThreads, kRest = kDataBytes / 16 % kKeyThreads;
-  unsigned char* to = shared.work.data + key * kDataBytes + own * 16;
-#pragma unroll
-  for (int i = 0; i < kTurns; ++i) {
-    copy_or_clear(to + i * kKeyThreads * 16, from + (i * kKeyThreads + own) * 16, bytes);
-  }
-  if (own < kRest) {
-    copy_or_clear(to + kTurns * kKeyThreads * 16, from + (kTurns * kKeyThreads + own) * 16, bytes);
-  } else if (own == kRest) {
-    const std::uintptr_t scales = reinterpret_cast<std::uintptr_t>(used ? place.scales : from);
-    copy_or_clear(shared.work.scales + key * kScaleBytes,
-                  reinterpret_cast<const void*>(scales & ~std::uintptr_t{kScaleBytes - 1}), bytes);
-  }
+  ask_for_pieces(shared.work.data + key * kDataBytes, shared.work.scales + key * kScaleBytes,
+                 place.data, place.scales, used, any);
 }
-
-// Four codes as two pairs of bf16 under 2^-120: sign to bit 15, the rest to bits 10 .. 4 is the
-// value times 2^-120, subnormal codes too.
-LOWLAT_DEVICE void small_pairs(std::uint32_t codes, std::uint32_t (&pairs)[2]) {
-  const std::uint32_t even = (codes << 4 & 0x07f0'07f0u) | (codes << 8 & 0x8000'8000u);
-  const std::uint32_t odd = (codes >> 4 & 0x07f0'07f0u) | (codes & 0x8000'8000u);
-  pairs[0] = __byte_perm(even, odd, 0x5410);
-  pairs[1] = __byte_perm(even, odd, 0x7632);
-}
-LOWLAT_DEVICE std::uint32_t twice(std::uint32_t bf16) { return bf16 | bf16 << 16; }
-
-// The calling thread's part of a key, as it came, to bf16. `high_half`: where in its sixteen bytes
-// the scales are.
+// The calling thread's part of a key, as it came, to bf16.
 LOWLAT_DEVICE void expand_key(Shared& shared, int key, bool high_half) {
-  const int own = plat::thread_idx() % kKeyThreads;
-  const uint2 scales =
-      *reinterpret_cast<const uint2*>(shared.work.scales + key * kScaleBytes + (high_half ? 8 : 0));
-  const auto scale_code = [&](int group) {
-    return (group < 4 ? scales.x >> 8 * group : scales.y >> 8 * (group - 4)) & 0xffu;
-  };
-  const unsigned char* from = shared.work.data + key * kDataBytes + own * 8;
-  std::uint16_t* to = shared.key + key * kKeyPitch + (own ^ turn_of_key(key & 7)) * 8;
-  const auto expand = [&](int group, std::uint32_t first, std::uint32_t second) {
-    const uint2 codes = *reinterpret_cast<const uint2*>(from + group * kKeyThreads * 8);
-    std::uint32_t low[2], high[2];
-    small_pairs(codes.x, low);
-    small_pairs(codes.y, high);
-    const auto scaled = [&](std::uint32_t pair) {
-      pair = sm90::multiply_bf16_pairs(pair, first);
-      return second == 0u ? pair : sm90::multiply_bf16_pairs(pair, second);
-    };
-    *reinterpret_cast<uint4*>(to + group * kKeyThreads * 8) =
-        make_uint4(scaled(low[0]), scaled(low[1]), scaled(high[0]), scaled(high[1]));
-  };
-  // A scale of 2^7 and below is multiplied together with 2^120; larger ones, which only values
-  // beyond 57,344 have, after it.
-  constexpr std::uint32_t kMost = 0x8686'8686u, kOfGroups = 0x00ff'ffffu;
-  if ((__vcmpgtu4(scales.x, kMost) | __vcmpgtu4(scales.y & kOfGroups, kMost)) == 0u) {
-#pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
-      expand(group, twice((scale_code(group) + 120u) << 7), 0u);
-    }
-  } else {
-#pragma unroll 1
-    for (int group = 0; group < kGroups; ++group) {
-      const std::uint32_t code = scale_code(group);
-      expand(group, 0x7b80'7b80u, twice(code == 0u ? 0x40u : code << 7));
-    }
-  }
-  // The dimensions that are stored as bf16.
-  *reinterpret_cast<uint4*>(to + kNope) =
-      *reinterpret_cast<const uint4*>(shared.work.data + key * kDataBytes + kNope + own * 16);
+  std::uint16_t* to =
+      shared.key + key * kKeyPitch + (plat::thread_idx() % kKeyThreads ^ turn_of_key(key & 7)) * 8;
+  expand_pieces(shared.work.data + key * kDataBytes, shared.work.scales + key * kScaleBytes,
+                high_half, [&](int group, const uint4& values) {
+                  *reinterpret_cast<uint4*>(to + group * kKeyThreads * 8) = values;
+                });
 }
 
 template <class M>
@@ -269,7 +198,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     shared.weight[thread_idx] = 0.0f;
   }
   plat::block_sync();
-  // Of the first tile, the calling thread's keys; those of the step's own rows may not be read yet.
+  // Of the first tile, the calling thread's keys; those of the step's own rows are stored long
+  // before q is there.
   const int own_key = thread_idx / kKeyThreads;
   const auto place_at = [&](int turn, int from) -> Place {
     return shared.place[from + turn * kAtOnce + own_key];
@@ -284,25 +214,26 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
     return turns;
   };
-  const auto half_of = [](const Place& place) {
-    return (reinterpret_cast<std::uintptr_t>(place.scales) & 8u) != 0u;
-  };
-  unsigned late = 0;  // by turn
+  const auto half_of = [](const Place& place) { return in_high_half(place.scales); };
+  bool late = false;
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn) {
+    if (!has(turn)) continue;
+    const std::int32_t own_slot = shared.slot[turn * kAtOnce + own_key];
+#pragma unroll
+    for (int i = 0; i < kMaxFusedRows / kKeyThreads; ++i) {
+      const std::int32_t written = shared.written[i * kKeyThreads + thread_idx % kKeyThreads];
+      late |= own_slot >= 0 && written == own_slot;
+    }
+  }
+  if (__any_sync(plat::kAllLanes, late)) {
+    warp_wait_at(params.keys_done.word != nullptr ? params.keys_done : params.before);
+  }
 #pragma unroll
   for (int turn = 0; turn < kTurns; ++turn) {
     if (!has(turn)) continue;
     const Place place = place_at(turn, 0);
-    const std::int32_t own_slot = shared.slot[turn * kAtOnce + own_key];
-    bool same = false;
-#pragma unroll
-    for (int i = 0; i < kMaxFusedRows / kKeyThreads; ++i) {
-      same |= shared.written[i * kKeyThreads + thread_idx % kKeyThreads] == own_slot;
-    }
-    const unsigned any = __ballot_sync(plat::kAllLanes, same && own_slot >= 0);
-    const bool is_late = (any >> lane_idx / kKeyThreads * kKeyThreads & 0xffu) != 0u;
-    if (is_late) late |= 1u << turn;
-    ask_for_key(shared, turn * kAtOnce + own_key, place, place.data != nullptr && !is_late,
-                params.q);
+    ask_for_key(shared, turn * kAtOnce + own_key, place, place.data != nullptr, params.q);
   }
   if (warp_idx == kWarps - 1) {
     static_assert(shape::kRopeDim / 2 == plat::kWarpLanes);
@@ -325,15 +256,15 @@ __global__ void __launch_bounds__(kThreads, 2)
   stamps.mark(StampStage::ask);
 
   if (!selected && params.before.word != nullptr) {
+    poll_gates(params.before, params.keys_done);
     if (thread_idx == 0) {
-      poll_gate(params.before);
-      shared.selected = is_open(params.selected.word, params.selected.blocks);
-      if (shared.selected) pass_gate();
+      shared.selected = passes_gate(params.selected);
     }
     plat::block_sync();
     selected = shared.selected;
   } else {
-    wait_at(params.before);
+    poll_gates(params.before, params.keys_done);  // of later tiles keys too
+    plat::block_sync();
   }
   stamps.mark(StampStage::wait);
   // Fragments of q: a warp has 128 of the dimensions, in four steps of 32. Within a step a thread
@@ -350,14 +281,6 @@ __global__ void __launch_bounds__(kThreads, 2)
       query[step][half] = __ldcg(reinterpret_cast<const uint4*>(
           params.q + head * kDim + score_group * 128 + step * 32 + 8 * t));
     }
-  }
-  if (__any_sync(plat::kAllLanes, late != 0u)) {
-#pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-      if ((late >> turn & 1u) == 0u) continue;
-      ask_for_key(shared, turn * kAtOnce + own_key, place_at(turn, 0), true, params.q);
-    }
-    expand_tile(0, late);
   }
   stamps.mark(StampStage::read);
 

@@ -756,24 +756,31 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
 }
 
 // More than eight rows: a block a row makes the latent's codes and the cosines and sines of the
-// row's position for all blocks of the product, and the row's stored key.
+// row's position for all blocks of the product; others store the keys, which the product does not
+// wait for.
 template <class M>
 __global__ void __launch_bounds__(kLatentThreads)
     front_latent_any(const __grid_constant__ FrontParams params) {
   constexpr int kQLora = M::kQLora, kGroup = M::kScaleBlock;
-  constexpr int kKeyWarp = kLatentThreads / plat::kWarpLanes - 1;
-  static_assert(kPieces<M> <= kKeyWarp * plat::kWarpLanes && kPieces<M> % plat::kWarpLanes == 0);
+  constexpr int kTurnWarp = kLatentThreads / plat::kWarpLanes - 1;
+  static_assert(kPieces<M> <= kTurnWarp * plat::kWarpLanes && kPieces<M> % plat::kWarpLanes == 0);
+  static_assert(kKeysABlock == kTurnWarp + 1);
   sm90::launch_dependents();
-  Stamps stamps(stamp_sink(params.hop),
-                params.hop.id + static_cast<std::uint32_t>(HopKernel::latent));
   const int token = static_cast<int>(blockIdx.x), k = plat::thread_idx() * kPiece;
   const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
   const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
-  if (warp_idx == kKeyWarp) {
+  if (token >= params.num_rows) {
+    store_key<false>(params, (token - params.num_rows) * kKeysABlock + warp_idx);
+    open_gate(params.keys_done);
+    return;
+  }
+  Stamps stamps(stamp_sink(params.hop),
+                params.hop.id + static_cast<std::uint32_t>(HopKernel::latent));
+  if (warp_idx == kTurnWarp) {
     static_assert(kRopePairs == plat::kWarpLanes);
     reinterpret_cast<float2*>(params.turns)[token * kRopePairs + lane_idx] =
         turn_of(params.rope, lane_idx, params.positions[token]);
-    store_key<false>(params, token);
+    wait_at(params.qkv_done);
   } else if (k >= kQLora) {
     wait_at(params.qkv_done);
   } else {
@@ -819,8 +826,9 @@ cudaError_t launch_front_qkv(const FrontParams& params, bool programmatic, cudaS
 cudaError_t launch_front_latent(const FrontParams& params, bool programmatic, cudaStream_t stream) {
   if (params.num_rows <= kHopRows) return cudaSuccess;
   return with_model(params.model, [&]<class M>() {
-    return launch_kernel(front_latent_any<M>, dim3(params.num_rows), kLatentThreads, 0, 1,
-                         programmatic, stream, params);
+    return launch_kernel(front_latent_any<M>,
+                         dim3(params.num_rows + front_key_blocks(params.num_rows)), kLatentThreads,
+                         0, 1, programmatic, stream, params);
   });
 }
 

@@ -62,10 +62,16 @@ struct FrontParams {
   // Out.
   std::uint16_t* q;  // bf16 [T, num_heads, 512], the last 64 rotated; V4: each head normed before
   KvPages kv_pages;  // rows kv_slots are written; their padding byte is left
-  // Of x; between the two kernels; of the latent and the stored keys, which is a kernel of its own
-  // where rows are many (a block a row); of q. Blocks of the others: below.
-  Gate before, qkv_done, latent_done, done;
+  // Of x; between the two kernels; of the latent (a block a row) and of the stored keys, which are
+  // a kernel of their own where rows are many; of q. Blocks of the others: below.
+  Gate before, qkv_done, latent_done, keys_done, done;
 };
+
+// More than kHopRows rows: rows whose keys a block stores, and blocks that open keys_done.
+inline constexpr int kKeysABlock = 6;
+constexpr std::uint32_t front_key_blocks(int num_rows) {
+  return static_cast<std::uint32_t>((num_rows + kKeysABlock - 1) / kKeysABlock);
+}
 
 constexpr std::uint32_t front_qkv_blocks(FusedModel model) {
   return ((model == FusedModel::v4 ? shape::Dsv4Flash<1>::kQLora : shape::Dsv41Flash<1>::kQLora) +

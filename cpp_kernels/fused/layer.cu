@@ -28,12 +28,13 @@ enum GateKind {
   // V4 of few rows, whose first statistics have a kernel of their own.
   gate_own_mix = kLayerMemory + 1,
   word_own_ticket,
+  gate_keys,
   // V4, whose exchanges make the statistics: of the step's input, in its first layer.
   gate_input = word_ticket,
   gate_input_mix = word_ffn_ticket
 };
 static_assert(gate_done == kLayerDone && gate_done + 1 == kLayerFreeGate);
-static_assert(gate_latent < kLayerMemory && word_own_ticket < kLayerGates);
+static_assert(gate_latent < kLayerMemory && gate_keys < kLayerGates);
 static_assert(static_cast<int>(HopKernel::count) <= kLayerKernels);
 
 // Multiprocessors that the experts leave to the statistics. Measured: two are as good at 6 and 8
@@ -349,6 +350,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     front.before = before;
     front.qkv_done = gate(gate_qkv, front_qkv_blocks(model));
     front.latent_done = gate(gate_latent, static_cast<std::uint32_t>(rows));
+    front.keys_done = gate(gate_keys, front_key_blocks(rows));
     front.done = gate(gate_q, front_q_blocks(heads));
     const bool own_mix = is_v4 && has_own_mix(step);
     const MixParams mix = own_mix ? mixing(0, layer.attn_hc, word_own_ticket, gate_own_mix)
@@ -394,7 +396,10 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     attention.kv_slots = step.kv_slots;
     attention.o = memory.o;
     attention.o_scale = memory.o_scale;
-    if (rows > kHopRows) attention.before = front.done;
+    if (rows > kHopRows) {
+      attention.before = front.done;
+      attention.keys_done = front.keys_done;
+    }
     if (layer.beside != nullptr) {
       const BesideLayer& beside = *layer.beside;
       attention.selected = beside_done(beside);
@@ -406,7 +411,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
             (beside.entry_pool != nullptr ? beside.entry_pool : beside.pool)->done;
       }
     }
-    attention.done = gate(gate_attention, attention_blocks(rows, heads));
+    attention.done = gate(gate_attention, attention_blocks(attention));
     beside_before(HopKernel::attention);
     run(HopKernel::attention, [&] { return launch_sparse_attention(attention, true, stream); });
     if (!mix_first) launch_statistics(true);
