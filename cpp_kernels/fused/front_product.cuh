@@ -172,14 +172,15 @@ LOWLAT_DEVICE float owned_sum(const float (&owned)[kBlocks][kTokens][kOwned], in
 // order, and sends them to the blocks that own the rows, four rows of a token at once, as tokens
 // `first` and on of their owned sums [block][token][kOwned]; the barrier counts them. All threads
 // of the cluster call, whose blocks all run.
-template <int kRows, int kTokens, int kBlocks, int kOwned, int kParts, int kSumPitch, int kAll>
+template <int kRows, int kTokens, int kBlocks, int kOwned, int kParts, int kSumPitch,
+          int kThreads = kProductThreads, int kAll>
 LOWLAT_DEVICE void send_sums(const float* sums, float (&owned)[kBlocks][kAll][kOwned],
                              std::uint64_t* barrier, int num_rows, int first) {
   static_assert(kOwned % 4 == 0 && kSumPitch % 4 == 0);
   const int block_idx = kBlocks > 1 ? sm90::cluster_rank() : 0;
   constexpr int kQuads = kRows / 4;
 #pragma unroll 1
-  for (int i = plat::thread_idx(); i < kQuads * num_rows; i += kProductThreads) {
+  for (int i = plat::thread_idx(); i < kQuads * num_rows; i += kThreads) {
     const int token = i / kQuads, row = i % kQuads * 4;
     const float* from = sums + token * kSumPitch + row;
     float4 total = *reinterpret_cast<const float4*>(from);
@@ -209,11 +210,13 @@ LOWLAT_DEVICE void wait_for_sums(std::uint64_t* barrier) {
   }
 }
 // Both, of all tokens at once.
-template <int kRows, int kTokens, int kBlocks, int kOwned, int kParts, int kSumPitch>
+template <int kRows, int kTokens, int kBlocks, int kOwned, int kParts, int kSumPitch,
+          int kThreads = kProductThreads>
 LOWLAT_DEVICE void hand_over_sums(const float* sums, float (&owned)[kBlocks][kTokens][kOwned],
                                   std::uint64_t* barrier, int num_rows) {
   if constexpr (kBlocks > 1) sm90::cluster_wait();  // the others run: all arrived when they began
-  send_sums<kRows, kTokens, kBlocks, kOwned, kParts, kSumPitch>(sums, owned, barrier, num_rows, 0);
+  send_sums<kRows, kTokens, kBlocks, kOwned, kParts, kSumPitch, kThreads>(sums, owned, barrier,
+                                                                          num_rows, 0);
   wait_for_sums<kRows, kBlocks, kOwned>(barrier);
 }
 
@@ -349,16 +352,17 @@ LOWLAT_DEVICE void ask_for_rows(unsigned char* to, int num_rows, int bytes, std:
 // memory first, so that no step waits for its own. kTokenParts: into so many parts the groups of
 // tokens are divided among the warps, which then split K less often and have fewer sums to add.
 template <int kRows_, int kK_, int kTiles_, int kBlocks_, int kOwned_, int kStaged_,
-          int kTokenParts = 1>
+          int kTokenParts = 1, int kWarps_ = kProductWarps>
 struct Product {
+  static constexpr int kWarps = kWarps_, kThreads = kWarps * plat::kWarpLanes;
   static constexpr int kRows = kRows_, kK = kK_, kTiles = kTiles_, kBlocks = kBlocks_;
   static constexpr int kOwned = kOwned_, kStaged = kTiles > 1 ? kStaged_ : 0;
   static constexpr int kRowTiles = kRows / 16;
-  static constexpr int kParts = kProductWarps / kTokenParts;  // of K
-  static constexpr int kSteps = kK / kStep / kParts;          // of a warp
+  static constexpr int kParts = kWarps / kTokenParts;  // of K
+  static constexpr int kSteps = kK / kStep / kParts;   // of a warp
   static constexpr int kTokens = kTiles * kTileTokens;
   static constexpr int kOwnTiles = kTiles / kTokenParts;  // of a warp
-  static_assert(kTiles % kTokenParts == 0 && kProductWarps % kTokenParts == 0);
+  static_assert(kTiles % kTokenParts == 0 && kWarps % kTokenParts == 0);
   static_assert(kTokenParts == 1 || kTiles > 1);
   // A row's pitch of 32 more than a multiple of 128 bytes, so that the four rows and four pieces
   // of 8 bytes that half a warp reads lie in 32 different banks.
@@ -402,10 +406,9 @@ struct Product {
     }
     plat::block_sync();
     if constexpr (kBlocks > 1) sm90::cluster_arrive_relaxed();
-    ask_for_rows<kPitch, kProductWarps>(shared.memory, kRows, kK, &shared.barrier, 0, [&](int row) {
-      return weights.codes + row * weights.stride;
-    });
-    for (int i = thread_idx; i < kRowTiles * (kK / kStep); i += kProductThreads) {
+    ask_for_rows<kPitch, kWarps>(shared.memory, kRows, kK, &shared.barrier, 0,
+                                 [&](int row) { return weights.codes + row * weights.stride; });
+    for (int i = thread_idx; i < kRowTiles * (kK / kStep); i += kThreads) {
       const int tile = i / (kK / kStep), step = i % (kK / kStep);
       shared.scale[tile][step] = stages::from_ue8m0(
           __ldg(weights.scales + (first_row + tile * 16) / kGroup * weights.scale_stride +
@@ -426,14 +429,13 @@ struct Product {
     } else {
       static_assert(kStaged == Activations::kBytes && !Activations::kShared);
       constexpr int kPieces = kStaged * kK / 16, kScalePieces = kTokens / 4;
-      for (int i = plat::thread_idx(); i < num_rows * kPieces; i += kProductThreads) {
+      for (int i = plat::thread_idx(); i < num_rows * kPieces; i += kThreads) {
         const int token = i / kPieces, piece = i % kPieces;
         copy_16(shared.memory + kCodeBytes + token * kTokenPitch + 16 * piece,
                 static_cast<const std::uint8_t*>(activations.data) +
                     static_cast<std::int64_t>(token) * activations.stride + 16 * piece);
       }
-      for (int i = plat::thread_idx(); i < kK / Activations::kGroup * kScalePieces;
-           i += kProductThreads) {
+      for (int i = plat::thread_idx(); i < kK / Activations::kGroup * kScalePieces; i += kThreads) {
         const int group = i / kScalePieces, token = i % kScalePieces * 4;
         if (token < activations.padded) {
           copy_16(&shared.token_scale[group][token],
@@ -480,11 +482,11 @@ struct Product {
       if (owns()) wait_for_cluster(&shared.owned_barrier, 0);
     } else {
 #pragma unroll 1
-      for (int i = plat::thread_idx(); i < kRows * kTileTokens; i += kProductThreads) {
+      for (int i = plat::thread_idx(); i < kRows * kTileTokens; i += kThreads) {
         const int token = i % kTileTokens, row = i / kTileTokens;
         if (token >= num_rows) continue;
         shared.owned[0][token][row % kOwned] =
-            sum_of_warps<kSteps, kProductWarps>(shared.memory + row * kPitch, token);
+            sum_of_warps<kSteps, kWarps>(shared.memory + row * kPitch, token);
       }
       plat::block_sync();
     }
@@ -494,7 +496,7 @@ struct Product {
     static_assert(kTiles == 1 && kOwned % 4 == 0 && kPitch % 128 == 32);
     const int block_idx = sm90::cluster_rank();
 #pragma unroll 1
-    for (int i = plat::thread_idx(); i < kRows / 4 * kTileTokens; i += kProductThreads) {
+    for (int i = plat::thread_idx(); i < kRows / 4 * kTileTokens; i += kThreads) {
       const int token = i % kTileTokens, quad = i / kTileTokens;
       if (token >= num_rows) continue;
       // Neighbours begin with another row of theirs, in other banks.
@@ -503,7 +505,7 @@ struct Product {
       for (int j = 0; j < 4; ++j) {
         const int row = 4 * quad + (j + quad) % 4;
         v[j] = plat::float_bits(
-            sum_of_warps<kSteps, kProductWarps>(shared.memory + row * kPitch, token));
+            sum_of_warps<kSteps, kWarps>(shared.memory + row * kPitch, token));
       }
       const auto turned = [&](int by) {
         const std::uint32_t old[4] = {v[0], v[1], v[2], v[3]};
@@ -599,7 +601,7 @@ struct Product {
     }
     plat::block_sync();
     stamps.mark(StampStage::compute);
-    hand_over_sums<kRows, kTokens, kBlocks, kOwned, kParts, kSumPitch>(
+    hand_over_sums<kRows, kTokens, kBlocks, kOwned, kParts, kSumPitch, kThreads>(
         partial, shared.owned, &shared.owned_barrier, num_rows);
   }
 };

@@ -27,6 +27,7 @@ namespace lowlat::nvidia::fused {
 
 template <int kGroup_, int kRows_, int kK_, int kTiles_, int kBlocks_, int kSlots_, int kBytes_ = 2>
 struct TallProduct {
+  static constexpr int kThreads = kProductThreads;
   static constexpr int kGroup = kGroup_, kRows = kRows_, kK = kK_, kTiles = kTiles_;
   static constexpr int kBlocks = kBlocks_, kSlots = kSlots_, kOwned = kRows / kBlocks;
   static constexpr int kTokens = kTiles * kTileTokens, kChunks = kK / kGroup;

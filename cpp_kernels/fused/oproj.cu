@@ -80,7 +80,10 @@ struct ShapeB {
   static constexpr int kK = kTiles == 1 ? 2 * kLora : kLora;
   static constexpr int kBlocks = kGroups * kLora / kK;
   static_assert(M::kHidden % kRows == 0);
-  using Linear = Product<kRows, kK, kTiles, kBlocks, kRows / kBlocks, 1>;
+  // Of six groups of tokens twelve warps, each with two of these: so few registers that blocks of
+  // the exchange have room beside.
+  static constexpr int kParts = kTiles == 6 ? 3 : 1, kWarps = kTiles == 6 ? 12 : kProductWarps;
+  using Linear = Product<kRows, kK, kTiles, kBlocks, kRows / kBlocks, 1, kParts, kWarps>;
 };
 // Most rows of V4: registers and memory for a block of the exchange (exchange_mix_wide.cu) beside
 // one of these, so that it is there before the sums are. Clusters of two: of four that have a block
@@ -254,9 +257,10 @@ __global__ void __launch_bounds__(kProductThreads, (min_blocks<M, kTiles>()))
 }
 
 template <class M, int kTiles, int kGroups>
-__global__ void __launch_bounds__(kProductThreads, kTiles == 1                         ? 3
-                                                   : ShapeB<M, kTiles, kGroups>::kTall ? 2
-                                                                                       : 1)
+__global__ void __launch_bounds__(ShapeB<M, kTiles, kGroups>::Linear::kThreads,
+                                  kTiles == 1                         ? 3
+                                  : ShapeB<M, kTiles, kGroups>::kTall ? 2
+                                                                      : 1)
     oproj_b_fp8_sm90(const __grid_constant__ OprojParams params) {
   using Shape = ShapeB<M, kTiles, kGroups>;
   using Linear = Shape::Linear;
@@ -313,7 +317,7 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1                  
   constexpr int kQuads = Linear::kOwned / 4;
   const int first_owned = first_row + rank * Linear::kOwned;
 #pragma unroll 1
-  for (int i = plat::thread_idx(); i < kQuads * params.num_rows; i += kProductThreads) {
+  for (int i = plat::thread_idx(); i < kQuads * params.num_rows; i += Linear::kThreads) {
     const int token = i / kQuads, quad = i % kQuads;
     float v[4];
 #pragma unroll
@@ -363,8 +367,8 @@ cudaError_t launch_oproj_b(const OprojParams& params, bool programmatic, cudaStr
                                           : kOwnBytes;
     static_assert(kOwnBytes <= kBytes);
     return launch_kernel(oproj_b_fp8_sm90<M, kTiles, kGroups>,
-                         dim3(M::kHidden / Shape::kRows * Shape::kBlocks), kProductThreads, kBytes,
-                         Shape::kBlocks, programmatic, stream, params);
+                         dim3(M::kHidden / Shape::kRows * Shape::kBlocks), Shape::Linear::kThreads,
+                         kBytes, Shape::kBlocks, programmatic, stream, params);
   };
   return with_model(params.model, [&]<class M>() {
     return with_tiles(params.num_rows, [&]<int kTiles>() {
