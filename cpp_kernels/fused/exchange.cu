@@ -67,12 +67,15 @@ __global__ void __launch_bounds__(ExchangeSlice<kHidden, kRanks, WholeBlock>::kT
   const std::uint64_t epoch = exchange_epoch(params.port, params.exchange_index);
   stamps.mark(StampStage::ask);
   if (params.before.word != nullptr || !params.early) wait_at(params.before);
-  // The residual was there before its statistics were.
+  // A kernel that starts late, as behind the experts, finds packets and statistics there. The
+  // residual was there before its statistics were.
+  QuadPackets<kRanks> packets = {};
+  slice.ask(packets, epoch, params.tile_order);
   slice.wait_for_statistics();
   slice.load_residual();
   slice.load_statistics();
   float y[4] = {};
-  slice.receive(y, epoch, params.tile_order);
+  slice.template receive<true>(y, epoch, params.tile_order, packets);
   stamps.mark(StampStage::wait);
   float squares = slice.combine(y);
   stamps.mark(StampStage::compute);

@@ -155,28 +155,43 @@ LOWLAT_DEVICE void wait_for_quads(const ExchangePort& port, std::uint64_t epoch,
   plat::block_sync();
 }
 
-// sum[i] = the partial sums of column 4 quad_idx + i over the ranks, fp32 in rank order; false (sum
-// untouched) where a packet is missing. Any thread calls. All packets are asked for at once.
+// Packets of column 4 quad_idx and on, one a rank, and whether all of them are there.
+template <int kRanks>
+struct QuadPackets {
+  std::uint32_t words[kRanks][3];
+  bool there;
+
+  // Any thread calls. All are asked for at once.
+  LOWLAT_DEVICE void ask(const ExchangePort& port, std::uint64_t epoch, int row_idx, int quad_idx,
+                         int quads_per_row) {
+    there = true;
+#pragma unroll
+    for (int rank = 0; rank < kRanks; ++rank) {
+      there &= plat::load_tagged(
+          quads_of(port, port.tp_rank, epoch, rank, row_idx, quads_per_row) + quad_idx,
+          static_cast<std::uint32_t>(epoch), words[rank]);
+    }
+  }
+  // sum[i] = the partial sums of column 4 quad_idx + i over the ranks, fp32 in rank order.
+  LOWLAT_DEVICE void add(float (&sum)[4]) const {
+#pragma unroll
+    for (int rank = 0; rank < kRanks; ++rank) {
+      float v[4];
+      unpack_quad(v, words[rank]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[i] = rank == 0 ? v[i] : sum[i] + v[i];
+    }
+  }
+};
+
+// Both; false (sum untouched) where a packet is missing.
 template <int kRanks>
 LOWLAT_DEVICE bool try_receive_quad(float (&sum)[4], const ExchangePort& port, std::uint64_t epoch,
                                     int row_idx, int quad_idx, int quads_per_row) {
-  std::uint32_t words[kRanks][3] = {};
-  bool there = true;
-#pragma unroll
-  for (int rank = 0; rank < kRanks; ++rank) {
-    there &= plat::load_tagged(
-        quads_of(port, port.tp_rank, epoch, rank, row_idx, quads_per_row) + quad_idx,
-        static_cast<std::uint32_t>(epoch), words[rank]);
-  }
-  if (!there) return false;
-#pragma unroll
-  for (int rank = 0; rank < kRanks; ++rank) {
-    float v[4];
-    unpack_quad(v, words[rank]);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sum[i] = rank == 0 ? v[i] : sum[i] + v[i];
-  }
-  return true;
+  QuadPackets<kRanks> packets = {};
+  packets.ask(port, epoch, row_idx, quad_idx, quads_per_row);
+  if (packets.there) packets.add(sum);
+  return packets.there;
 }
 
 // The same, but waits until all packets are there. After a fault (reported) or an abort the sums

@@ -93,17 +93,32 @@ struct ExchangeSlice {
     }
   }
 
-  // y = the sums over the ranks of this thread's columns. `tile_order`: quads hold positions 8 g +
-  // j .. + 3 of 64 columns 8 j + g (ExchangeNormParams).
-  LOWLAT_DEVICE void receive(float (&y)[4], std::uint64_t epoch, bool tile_order) {
+  // `tile_order`: quads hold positions 8 g + j .. + 3 of 64 columns 8 j + g (ExchangeNormParams).
+  // With j and g as bits, a quad's number ends with g j2 and a thread's with j g2; j's lower bits
+  // and g's are a quad's place and a thread's. So bits 0 and 3 of the number change places, and
+  // what lies in four quads and four threads is transposed.
+  LOWLAT_DEVICE int received_quad(bool tile_order) const {
+    const int own = quad_idx();
+    return tile_order ? (own & ~9) | (own >> 3 & 1) | (own & 1) << 3 : own;
+  }
+  // Asks for this thread's packets, for receive().
+  LOWLAT_DEVICE void ask(QuadPackets<kRanks>& packets, std::uint64_t epoch, bool tile_order) const {
+    packets.ask(params.port, epoch, row_idx, received_quad(tile_order), kQuads);
+  }
+  // y = the sums over the ranks of this thread's columns, of packets that were asked for before.
+  // kAgain: some time ago.
+  template <bool kAgain>
+  LOWLAT_DEVICE void receive(float (&y)[4], std::uint64_t epoch, bool tile_order,
+                             const QuadPackets<kRanks>& packets) {
     const auto stage = static_cast<stages::StageId>(params.stage);
-    // With j and g as bits, a quad's number ends with g j2 and a thread's with j g2; j's lower bits
-    // and g's are a quad's place and a thread's. So bits 0 and 3 of the number change places, and
-    // what lies in four quads and four threads is transposed.
-    const int quad =
-        tile_order ? (quad_idx() & ~9) | (quad_idx() >> 3 & 1) | (quad_idx() & 1) << 3 : quad_idx();
+    const int quad = received_quad(tile_order);
+    if (packets.there) packets.add(y);
     // A team that starts when all has come goes on at once.
-    if (team.any(!try_receive_quad<kRanks>(y, params.port, epoch, row_idx, quad, kQuads))) {
+    bool missing = team.any(!packets.there);
+    if (kAgain && missing) {
+      missing = team.any(!try_receive_quad<kRanks>(y, params.port, epoch, row_idx, quad, kQuads));
+    }
+    if (missing) {
       if (team.thread() < plat::kWarpLanes) {
         poll_quads<kRanks>(params.port, epoch, row_idx, slice_idx * kThreads, kThreads, kQuads,
                            stage);
@@ -127,6 +142,12 @@ struct ExchangeSlice {
     // What came may be of a kernel whose own wait was ended. The answer is used further below.
     aborted = load_relaxed(params.port.abort_words[params.port.tp_rank]);
     team.sync();
+  }
+
+  LOWLAT_DEVICE void receive(float (&y)[4], std::uint64_t epoch, bool tile_order) {
+    QuadPackets<kRanks> packets = {};
+    ask(packets, epoch, tile_order);
+    receive<false>(y, epoch, tile_order, packets);
   }
 
   // Stores the new residual; what is normed next stays here. Returns its sum of squares.
