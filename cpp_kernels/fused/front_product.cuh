@@ -504,8 +504,7 @@ struct Product {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int row = 4 * quad + (j + quad) % 4;
-        v[j] = plat::float_bits(
-            sum_of_warps<kSteps, kWarps>(shared.memory + row * kPitch, token));
+        v[j] = plat::float_bits(sum_of_warps<kSteps, kWarps>(shared.memory + row * kPitch, token));
       }
       const auto turned = [&](int by) {
         const std::uint32_t old[4] = {v[0], v[1], v[2], v[3]};

@@ -497,8 +497,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
       exchange.x_packets = nullptr;
     }
   }
-  const bool ends_layer = parts.experts_exchange &&
-                          lowlat::fused::moe_ends_layer(step.shape, rows);
+  const bool ends_layer = parts.experts_exchange && lowlat::fused::moe_ends_layer(step.shape, rows);
   if (ends_layer) experts.exchange = exchange;
   run(HopKernel::experts, [&] {
     return static_cast<cudaError_t>(lowlat::fused::launch_moe_region(
