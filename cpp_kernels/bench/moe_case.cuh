@@ -203,9 +203,7 @@ struct Layer {
     }
     CUDA(cudaGetLastError());
   }
-  std::int64_t box_packets() const {
-    return lowlat::fused::moe_box_packets(d.shape, kMaxRows);
-  }
+  std::int64_t box_packets() const { return lowlat::fused::moe_box_packets(d.shape, kMaxRows); }
   void set_epoch(std::uint64_t e) const {
     CUDA(cudaMemcpy(epoch.data, &e, 8, cudaMemcpyHostToDevice));
   }
