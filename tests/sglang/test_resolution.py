@@ -363,6 +363,7 @@ def test_every_setting_that_a_refusal_names_is_one_of_sglangs() -> None:
     theirs |= {"--random-output-len", "--num-prompts", "--max-concurrency", "--out", "--share"}
     theirs |= {"--accept", "--eager", "--fault", "--batches", "--graphs", "--timed"}
     theirs |= {"--timed-tokens", "--context", "--pool", "--crowd", "--arms", "--greedy", "--chain"}
+    theirs |= {"--together", "--trace"}
     named = flags_of(page.read_text()) - theirs
     for _, off in _dispatch.features():
         named |= flags_of(off)
